@@ -1,0 +1,1 @@
+"""The demo checkpoint: synthetic conversations, the trainer, the packed weights and their expansion."""

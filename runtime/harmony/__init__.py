@@ -1,0 +1,1 @@
+"""Harmony: render, tokenise, parse and stream."""

@@ -1,0 +1,1 @@
+"""Starting what serves: tritonserver, its model repository, the engine, the doctor, the demo."""

@@ -1,0 +1,1 @@
+"""The OpenAI API: request checks, response objects, the HTTP gateway."""

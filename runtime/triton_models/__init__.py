@@ -1,0 +1,1 @@
+"""What the Triton models share: tensors in, engine requests out, and coalesced responses back."""
