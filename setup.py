@@ -29,8 +29,18 @@ class BuildWithLibrary(build_py):
         if self.editable_mode or nvcc_path() is None or not (ROOT / "plugins" / "CMakeLists.txt").exists():
             return
         build = Path("build/cuda").resolve()
-        subprocess.run(["cmake", "-S", str(ROOT / "plugins"), "-B", str(build), "-DCMAKE_BUILD_TYPE=Release",
-                        f"-DCMAKE_CUDA_COMPILER={nvcc_path()}"], check=True)
+        subprocess.run(
+            [
+                "cmake",
+                "-S",
+                str(ROOT / "plugins"),
+                "-B",
+                str(build),
+                "-DCMAKE_BUILD_TYPE=Release",
+                f"-DCMAKE_CUDA_COMPILER={nvcc_path()}",
+            ],
+            check=True,
+        )
         subprocess.run(["cmake", "--build", str(build), "--parallel"], check=True)
         target = Path(self.build_lib) / "gptoss_trt" / "lib"
         target.mkdir(parents=True, exist_ok=True)

@@ -88,8 +88,13 @@ class Formats:
     weight_layout: WeightLayout = "plain"
 
     def __post_init__(self) -> None:
-        for name, words in (("experts", Experts), ("dense", Dense), ("kv", Kv), ("h_scale", HScale),
-                            ("weight_layout", WeightLayout)):
+        for name, words in (
+            ("experts", Experts),
+            ("dense", Dense),
+            ("kv", Kv),
+            ("h_scale", HScale),
+            ("weight_layout", WeightLayout),
+        ):
             value, allowed = getattr(self, name), get_args(words)
             if value not in allowed:
                 raise SpecError(f"{name} is {value!r}; allowed: {', '.join(allowed)}")
@@ -110,7 +115,9 @@ class ParallelMapping:
             if value not in PARALLEL_SIZES:
                 raise SpecError(f"{name} is {value}; allowed: {', '.join(map(str, PARALLEL_SIZES))}")
         if self.world % self.ep:
-            raise SpecError(f"ep {self.ep} does not divide the world of tp {self.tp} x dp {self.dp} = {self.world} ranks")
+            raise SpecError(
+                f"ep {self.ep} does not divide the world of tp {self.tp} x dp {self.dp} = {self.world} ranks"
+            )
 
     @property
     def world(self) -> int:
@@ -179,8 +186,11 @@ def _known_keys(cls: type, raw: Any, where: str) -> dict[str, Any]:
         raise SpecError(f"{where} is {type(raw).__name__}, not an object")
     fields = {f.name: f for f in dataclasses.fields(cls)}
     unknown = sorted(set(raw) - set(fields))
-    missing = sorted(n for n, f in fields.items() if n not in raw and f.default is dataclasses.MISSING
-                     and f.default_factory is dataclasses.MISSING)
+    missing = sorted(
+        n
+        for n, f in fields.items()
+        if n not in raw and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING
+    )
     if unknown or missing:
         raise SpecError(f"{where}: unknown keys {unknown}, missing keys {missing}")
     return raw

@@ -26,13 +26,25 @@ class CommandEntry:
 
 
 COMMANDS = {
-    "build": CommandEntry("gptoss_trt.build_engine.cli", "build", "Compile a checkpoint into an engine directory.", "build"),
-    "inspect": CommandEntry("gptoss_trt.build_engine.cli", "inspect", "Describe or verify a checkpoint or an engine.", "build"),
-    "serve": CommandEntry("gptoss_trt.runtime.launch.serve_cli", "serve", "Serve an engine from tritonserver.", "serve"),
+    "build": CommandEntry(
+        "gptoss_trt.build_engine.cli", "build", "Compile a checkpoint into an engine directory.", "build"
+    ),
+    "inspect": CommandEntry(
+        "gptoss_trt.build_engine.cli", "inspect", "Describe or verify a checkpoint or an engine.", "build"
+    ),
+    "serve": CommandEntry(
+        "gptoss_trt.runtime.launch.serve_cli", "serve", "Serve an engine from tritonserver.", "serve"
+    ),
     "chat": CommandEntry("gptoss_trt.client.chat.cli", "chat", "Talk to a served model in the terminal.", "client"),
-    "bench": CommandEntry("gptoss_trt.client.bench.cli", "bench", "Measure a server, the engine or its operators.", "client"),
-    "doctor": CommandEntry("gptoss_trt.runtime.launch.doctor_cli", "doctor", "Say what this machine can and cannot do.", "serve"),
-    "demo": CommandEntry("gptoss_trt.runtime.launch.demo_cli", "demo", "Build, serve and talk to the demo model.", "serve"),
+    "bench": CommandEntry(
+        "gptoss_trt.client.bench.cli", "bench", "Measure a server, the engine or its operators.", "client"
+    ),
+    "doctor": CommandEntry(
+        "gptoss_trt.runtime.launch.doctor_cli", "doctor", "Say what this machine can and cannot do.", "serve"
+    ),
+    "demo": CommandEntry(
+        "gptoss_trt.runtime.launch.demo_cli", "demo", "Build, serve and talk to the demo model.", "serve"
+    ),
 }
 
 
@@ -82,8 +94,9 @@ def gptoss_trt() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line; returns its exit status. Errors of use are 2, failures 1."""
-    result = gptoss_trt.main(args=None if arguments is None else list(arguments), prog_name="gptoss-trt",
-                             standalone_mode=True)
+    result = gptoss_trt.main(
+        args=None if arguments is None else list(arguments), prog_name="gptoss-trt", standalone_mode=True
+    )
     return int(result or 0)
 
 
