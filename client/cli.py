@@ -93,11 +93,16 @@ def gptoss_trt() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns its exit status. Errors of use are 2, failures 1."""
-    result = gptoss_trt.main(
-        args=None if arguments is None else list(arguments), prog_name="gptoss-trt", standalone_mode=True
-    )
-    return int(result or 0)
+    """Runs the command line; returns its exit status: 0, 1 for a failure, 2 for an error of use."""
+    try:
+        status = gptoss_trt.main(args=arguments, prog_name="gptoss-trt", standalone_mode=False)
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except click.Abort:
+        click.echo("Aborted!", err=True)
+        return 1
+    return status if isinstance(status, int) else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,154 @@
+"""`gptoss-trt serve`: starts tritonserver over an engine, prints where it is, drains on SIGTERM.
+
+Invariant: exit status 0 means that every stream was finished or cancelled and nothing of the server is left.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import click
+
+from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
+from gptoss_trt.runtime.launch.stub_watch import StubWatch
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, describe, start_server
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+EPILOG = """\b
+Examples:
+  gptoss-trt serve engine/
+  gptoss-trt serve engine/ --http-port 9000 --model ensemble --model chat
+  gptoss-trt serve engine/ --chat-mode        # text_input is one user turn of chat
+  gptoss-trt serve engine/ --address 0.0.0.0  # only with a current server, behind your own proxy
+"""
+
+
+class Signals:
+    """Counts SIGTERM and SIGINT: the first one drains, the second one ends."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+
+
+@click.command(epilog=EPILOG)
+@click.argument("engine_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--address", default="127.0.0.1", show_default=True, help="Address to bind to.")
+@click.option("--http-port", default=8000, show_default=True, help="0 takes a free port.")
+@click.option("--grpc-port", default=8001, show_default=True)
+@click.option("--metrics-port", default=8002, show_default=True)
+@click.option("--model", "models", multiple=True, help="Load only this model (repeatable). Default: all.")
+@click.option("--chat-mode", is_flag=True, help="text_input is one user turn; text_output is the final channel only.")
+@click.option("--keep-special-tokens", is_flag=True, help="text_output keeps the text of special tokens.")
+@click.option("--unary", is_flag=True, help="Non-decoupled models, for clients that only do unary infer.")
+@click.option("--drain-seconds", default=30.0, show_default=True, help="How long streams may finish after SIGTERM.")
+@click.option("--state-dir", type=click.Path(path_type=Path), help="Sockets, logs and the assembled repository.")
+@click.option("--verbose", default=0, show_default=True, help="tritonserver's --log-verbose.")
+@click.option("--json", "as_json", is_flag=True, help="Print the addresses as one JSON line.")
+def serve(
+    engine_dir: Path,
+    as_json: bool,
+    chat_mode: bool,
+    keep_special_tokens: bool,
+    unary: bool,
+    models: tuple[str, ...],
+    drain_seconds: float,
+    **chosen: Any,
+) -> int:
+    """Serve ENGINE_DIR from tritonserver until SIGTERM or Ctrl-C."""
+    logging.basicConfig(level=settings.read("GPTOSS_TRT_LOG_LEVEL"), format="%(asctime)s %(levelname)s %(message)s")
+    parameters = {
+        "chat_mode": str(chat_mode).lower(),
+        "skip_special_tokens": str(not keep_special_tokens).lower(),
+    }
+    options = ServerOptions(
+        engine_dir=engine_dir,
+        models=models or None,
+        parameters=parameters,
+        decoupled=not unary,
+        drain_s=drain_seconds,
+        **chosen,
+    )
+    signals = Signals()
+    start = time.monotonic()
+    try:
+        _warn_of_exposure(options)
+        server = start_server(options)
+    except (LaunchError, settings.SettingsError) as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        _announce(server, as_json, start)
+    except LaunchError as error:
+        server.stop(drain_s=0)
+        raise click.ClickException(str(error)) from error
+    return _serve_until_signal(server, signals)
+
+
+def _warn_of_exposure(options: ServerOptions) -> None:
+    if options.address in LOOPBACK:
+        return
+    if find_server().source == "pypi":
+        click.echo(
+            f"warning: the tritonserver from PyPI is of 2024 and has known holes; {options.address} exposes it. Expose "
+            f"release {OLDEST_TO_EXPOSE} or newer, from NVIDIA's image.",
+            err=True,
+        )
+
+
+def _announce(server: TritonServer, as_json: bool, start: float) -> None:
+    asked = server.options.models
+    if asked is None or "ensemble" in asked:
+        server.first_answer()
+    ready_s = time.monotonic() - start
+    if as_json:
+        click.echo(json.dumps({**describe(server), "ready_s": round(ready_s, 3)}))
+    else:
+        body = '{"text_input": "Hello", "max_tokens": 16}'
+        click.echo(f"ready after {ready_s:.1f} s")
+        click.echo(f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}\n  metrics  {server.metrics_url}")
+        click.echo(f"  log      {server.log_path}")
+        click.echo(f"try: curl -s {server.http_url}/v2/models/ensemble/generate -d '{body}'")
+    sys.stdout.flush()
+
+
+def _serve_until_signal(server: TritonServer, signals: Signals) -> int:
+    process = server.process
+    assert process is not None
+    watch = StubWatch(server)
+    watch.start()
+    while process.poll() is None and not signals.count:
+        time.sleep(0.1)
+    watch.stop()
+    if process.poll() is not None:
+        click.echo(f"tritonserver ended by itself; {server.log_tail()}", err=True)
+        return server.stop() or 1
+    click.echo(f"draining for at most {server.options.drain_s:.0f} s; a second signal ends at once", err=True)
+    return _drain(server, signals)
+
+
+def _drain(server: TritonServer, signals: Signals) -> int:
+    """Lets streams finish until the drain time is up or a second signal comes."""
+    process = server.process
+    assert process is not None
+    process.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + server.options.drain_s
+    while process.poll() is None and time.monotonic() < deadline and signals.count < 2:
+        time.sleep(0.05)
+    return server.stop(drain_s=0) if process.poll() is None else _ended(server)
+
+
+def _ended(server: TritonServer) -> int:
+    server.clean()
+    return 0

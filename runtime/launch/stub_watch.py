@@ -1,0 +1,95 @@
+"""Heals models whose python stub died: Triton neither restarts a stub nor reports its death, unload and load does.
+
+Invariant: a model is reloaded only when its stub's process vanished while the server lives; one reload at a time.
+Must not know what a model does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from pathlib import Path
+
+import psutil
+
+from gptoss_trt.runtime.launch.server_binary import LaunchError
+from gptoss_trt.runtime.launch.tritonserver import TritonServer
+
+POLL_S = 0.5
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 30.0
+STUB_NAME = "triton_python_backend_stub"
+
+log = logging.getLogger(__name__)
+
+
+def stubs_by_model(server_pid: int) -> dict[str, set[int]]:
+    """The stub processes under `server_pid`, by the model whose model.py they run."""
+    found: dict[str, set[int]] = {}
+    try:
+        children = psutil.Process(server_pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return found
+    for child in children:
+        try:
+            words = child.cmdline()
+            alive = child.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            continue  # it ended between the listing and the look
+        if alive and words and words[0].endswith(STUB_NAME):
+            model_file = next((word for word in words if word.endswith("model.py")), None)
+            if model_file is not None:
+                found.setdefault(Path(model_file).parent.parent.name, set()).add(child.pid)
+    return found
+
+
+class StubWatch:
+    """A thread that reloads models whose stubs died, with back-off for each model."""
+
+    def __init__(self, server: TritonServer) -> None:
+        self._server = server
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="stub-watch", daemon=True)
+        self._known: dict[str, set[int]] = {}
+        self._backoff_s: dict[str, float] = {}
+        self._healed_at: dict[str, float] = {}
+        self.reloads = 0
+
+    def start(self) -> None:
+        assert self._server.process is not None
+        self._known = stubs_by_model(self._server.process.pid)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join(timeout=10)
+
+    def _run(self) -> None:
+        process = self._server.process
+        assert process is not None
+        while not self._stop.wait(POLL_S) and process.poll() is None:
+            now = stubs_by_model(process.pid)
+            for model, pids in self._known.items():
+                if pids - now.get(model, set()):
+                    self._heal(model)
+            self._known = {**self._known, **stubs_by_model(process.pid)}
+
+    def _heal(self, model: str) -> None:
+        """Unloads and loads `model`; a model that keeps dying waits twice as long each time, up to LAST_BACKOFF_S."""
+        quiet_s = time.monotonic() - self._healed_at.get(model, 0.0)
+        backoff_s = self._backoff_s.get(model, 0.0) if quiet_s < 2 * LAST_BACKOFF_S else 0.0
+        if self._stop.wait(backoff_s):
+            return
+        self._backoff_s[model] = min(max(FIRST_BACKOFF_S, 2 * backoff_s), LAST_BACKOFF_S)
+        log.warning("the stub of model %s died: reloading it", model)
+        try:
+            self._server.control(model, "unload")
+            self._server.control(model, "load")
+        except LaunchError as error:
+            log.error("could not reload model %s: %s", model, error)
+        else:
+            self.reloads += 1
+        self._healed_at[model] = time.monotonic()
+        # What died before is forgotten even if the reload failed, so that one death is handled once.
+        self._known[model] = set()

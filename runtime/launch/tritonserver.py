@@ -1,0 +1,305 @@
+"""One tritonserver process: its options, its command line, its life from start to drained end.
+
+Invariant: everything that a server writes lies in its own folder of the state folder (mode 0700), and nothing of it is
+left in /dev/shm when `stop` returns. Closed by default: loopback addresses, and repository control, shared memory,
+trace and log settings behind a random key. Must not know requests, tokens or weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.repository import assemble_repository
+from gptoss_trt.runtime.launch.server_binary import (
+    LaunchError,
+    ServerBinary,
+    assemble_backends,
+    check_stub,
+    find_server,
+    server_environment,
+)
+
+ADMIN_HEADER = "gptoss-admin-key"
+RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
+FOREVER_S = 10**6  # tritonserver crashes (status 139) when its own exit timeout passes; ours ends it cleanly before
+KILL_GRACE_S = 5.0
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a launch may choose. Port 0 takes a free one. `models` None loads every model of the repository."""
+
+    engine_dir: Path
+    state_dir: Path | None = None
+    address: str = "127.0.0.1"
+    http_port: int = 8000
+    grpc_port: int = 8001
+    metrics_port: int = 8002
+    models: tuple[str, ...] | None = None
+    parameters: Mapping[str, str] = field(default_factory=dict)  # written into every model's config.pbtxt
+    decoupled: bool = True
+    drain_s: float = 30.0
+    verbose: int = 0
+    server_arguments: tuple[str, ...] = ()
+
+
+class TritonServer:
+    """A running tritonserver. Made by `start_server`."""
+
+    def __init__(self, options: ServerOptions, folder: Path, lock: IO[str], ports: tuple[int, int, int]) -> None:
+        self.options = options
+        self.folder = folder
+        self.admin_key = secrets.token_urlsafe(24)
+        self.http_port, self.grpc_port, self.metrics_port = ports
+        self.log_path = folder / "tritonserver.log"
+        self._lock = lock
+        self._shm_prefix = f"gptoss_{os.getpid()}_{secrets.token_hex(4)}_"
+        self.process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def http_url(self) -> str:
+        return f"http://{self.options.address}:{self.http_port}"
+
+    @property
+    def grpc_url(self) -> str:
+        return f"{self.options.address}:{self.grpc_port}"
+
+    @property
+    def metrics_url(self) -> str:
+        return f"http://{self.options.address}:{self.metrics_port}/metrics"
+
+    def command(self, binary: ServerBinary, repository: Path, backends: Path) -> list[str]:
+        """The command line of the server."""
+        restricted = f"{','.join(RESTRICTED_APIS)}:{ADMIN_HEADER}={self.admin_key}"
+        options = self.options
+        loads = ["*"] if options.models is None else list(options.models)
+        return [
+            str(binary.path),
+            f"--model-repository={repository}",
+            f"--backend-directory={backends}",
+            f"--backend-config=python,shm-region-prefix-name={self._shm_prefix}",
+            "--model-control-mode=explicit",
+            *(f"--load-model={name}" for name in loads),
+            "--disable-auto-complete-config",
+            f"--exit-timeout-secs={FOREVER_S}",
+            f"--http-address={options.address}",
+            f"--http-port={self.http_port}",
+            f"--grpc-address={options.address}",
+            f"--grpc-port={self.grpc_port}",
+            f"--metrics-address={options.address}",
+            f"--metrics-port={self.metrics_port}",
+            f"--http-restricted-api={restricted}",
+            f"--grpc-restricted-protocol={restricted}",
+            f"--log-verbose={options.verbose}",
+            *options.server_arguments,
+        ]
+
+    def start(self, binary: ServerBinary) -> None:
+        """Assembles the folder and starts the process; its output goes to `log_path`."""
+        backends = assemble_backends(binary, self.folder / "backends")
+        parameters = {
+            "engine_dir": str(self.options.engine_dir.resolve()),
+            "state_dir": str(self.folder),
+            **self.options.parameters,
+        }
+        repository = assemble_repository(self.folder / "models", parameters, decoupled=self.options.decoupled)
+        key_file = self.folder / "admin.key"
+        key_file.touch(mode=0o600)
+        key_file.write_text(self.admin_key, encoding="ascii")
+        environment = server_environment(binary)
+        environment["GPTOSS_TRT_STATE_DIR"] = str(self.folder)
+        with self.log_path.open("wb") as log:
+            self.process = subprocess.Popen(
+                self.command(binary, repository, backends),
+                env=environment,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which drains
+            )
+
+    def wait_ready(self, timeout_s: float = 120.0) -> None:
+        """Waits until the server answers its readiness endpoint. Raises LaunchError with the log's end when the server
+        ends first or the time is up."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self._raise_if_dead()
+            try:
+                with urllib.request.urlopen(f"{self.http_url}/v2/health/ready", timeout=2) as answer:
+                    if answer.status == 200:
+                        return
+            except (urllib.error.URLError, OSError):
+                pass  # not listening yet: that is what is waited for
+            time.sleep(POLL_S)
+        raise LaunchError(f"tritonserver was not ready after {timeout_s:.0f} s; {self.log_tail()}")
+
+    def first_answer(self, timeout_s: float = 120.0) -> float:
+        """Asks for one token through `ensemble` and waits for the answer; returns the seconds it took. Raises
+        LaunchError with the server's words when it fails."""
+        body = json.dumps({"text_input": "Hello", "max_tokens": 1, "stream": False}).encode()
+        request = urllib.request.Request(
+            f"{self.http_url}/v2/models/ensemble/generate", body, {"content-type": "application/json"}
+        )
+        start = time.monotonic()
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            raise LaunchError(f"the first request failed: {error.read().decode(errors='replace')[:1000]}") from error
+        except OSError as error:
+            raise LaunchError(f"the first request failed: {error}; {self.log_tail()}") from error
+        return time.monotonic() - start
+
+    def control(self, model: str, action: str, timeout_s: float = 60.0) -> None:
+        """POSTs `action` ("load" or "unload") for `model` with the key. Raises LaunchError with the server's words."""
+        request = urllib.request.Request(
+            f"{self.http_url}/v2/repository/models/{model}/{action}",
+            b"{}",
+            {ADMIN_HEADER: self.admin_key, "content-type": "application/json"},
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+                answer.read()
+        except urllib.error.HTTPError as error:
+            raise LaunchError(f"{action} {model}: {error.read().decode(errors='replace')[:1000]}") from error
+        except OSError as error:
+            raise LaunchError(f"{action} {model}: {error}") from error
+
+    def stop(self, drain_s: float | None = None) -> int:
+        """Drains: SIGTERM, then after `drain_s` (the options' unless given) what is left is cancelled by ending the
+        engine. Removes the shared memory and returns 0, or the server's own status if it had died before."""
+        process = self.process
+        if process is None:
+            return 0
+        status = process.poll()
+        if status is None:
+            process.send_signal(signal.SIGTERM)
+            if not self._wait(self.options.drain_s if drain_s is None else drain_s):
+                self._end_engine()
+                if not self._wait(KILL_GRACE_S):
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+            status = 0
+        self.clean()
+        return status
+
+    def clean(self) -> None:
+        """Ends what the server left behind (stubs, engine) and removes its shared-memory regions; idempotent."""
+        if self.process is not None:
+            with contextlib.suppress(ProcessLookupError):  # the whole group is gone, as it should be
+                os.killpg(self.process.pid, signal.SIGKILL)
+        self._end_engine()
+        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
+            region.unlink(missing_ok=True)
+        fcntl.flock(self._lock, fcntl.LOCK_UN)
+        self._lock.close()
+
+    def log_tail(self, lines: int = 15) -> str:
+        """The end of the server's log, for an error message."""
+        text = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
+        return f"{self.log_path} ends:\n" + "\n".join(text.splitlines()[-lines:])
+
+    def _raise_if_dead(self) -> None:
+        assert self.process is not None
+        status = self.process.poll()
+        if status is not None:
+            raise LaunchError(f"tritonserver ended with status {status}; {self.log_tail()}")
+
+    def _wait(self, timeout_s: float) -> bool:
+        assert self.process is not None
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def _end_engine(self) -> None:
+        for pid_file in self.folder.glob("**/engine*.pid"):
+            try:
+                os.kill(int(pid_file.read_text()), signal.SIGTERM)
+            except (ValueError, ProcessLookupError):
+                continue  # a half-written file or an engine that is gone: nothing to end
+
+
+def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> TritonServer:
+    """Starts tritonserver over the engine and waits until it is ready. The caller stops it. Raises LaunchError when
+    the binary, its libraries, a port or the folder cannot be had, and SettingsError for a bad environment variable."""
+    binary = find_server()
+    check_stub(binary)
+    ports = _take_ports(options)
+    folder, lock = _take_folder(options, ports[0])
+    server = TritonServer(options, folder, lock, ports)
+    try:
+        server.start(binary)
+        server.wait_ready(ready_timeout_s)
+    except BaseException:
+        server.clean()
+        raise
+    return server
+
+
+def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
+    wanted = (options.http_port, options.grpc_port, options.metrics_port)
+    sockets: list[socket.socket] = []
+    try:
+        for name, port in zip(("HTTP", "gRPC", "metrics"), wanted, strict=True):
+            listener = socket.socket()
+            sockets.append(listener)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                listener.bind((options.address, port))
+            except OSError as error:
+                raise LaunchError(
+                    f"{name} port {port} of {options.address} is taken ({error.strerror}); "
+                    f"choose another one or stop what listens there"
+                ) from error
+        first, second, third = (int(listener.getsockname()[1]) for listener in sockets)
+    finally:
+        for listener in sockets:
+            listener.close()
+    return first, second, third
+
+
+def _take_folder(options: ServerOptions, http_port: int) -> tuple[Path, IO[str]]:
+    folder = settings.state_dir(options.state_dir) / f"server-{http_port}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    lock = (folder / "lock").open("w", encoding="ascii")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise LaunchError(f"{folder} belongs to a server that runs; choose another port or state folder") from error
+    for leftover in ("models", "backends"):
+        shutil.rmtree(folder / leftover, ignore_errors=True)
+    return folder, lock
+
+
+def describe(server: TritonServer) -> dict[str, Any]:
+    """What `serve --json` prints: the addresses and the folder."""
+    return {
+        "http": server.http_url,
+        "grpc": server.grpc_url,
+        "metrics": server.metrics_url,
+        "state": str(server.folder),
+        "log": str(server.log_path),
+        "python": sys.version.split()[0],
+    }
