@@ -1,7 +1,8 @@
 """The engine directory's manifest as typed data: what an engine is, and nothing about how it is made or run.
 
 Invariant: a manifest that `Manifest.from_json` accepts is complete and consistent; every unknown or malformed key is an
-error that names it. Standard library only, so that every package may import it. Knows no tensors and opens no weights.
+error that names it. Standard library only, so that every package may import it. Knows the names, shapes and dtypes of
+the weight files (`expected_tensors`) and opens none of them.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class SpecError(ValueError):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The architecture's numbers (MODEL configuration keys under one canonical name each). Sizes are counts, not bytes."""
+    """The architecture's numbers, one canonical name for each configuration key. Sizes are counts, not bytes."""
 
     num_layers: int
     hidden_size: int
@@ -179,6 +180,149 @@ class Manifest:
         if not path.is_file():
             raise SpecError(f"{engine_dir} is not an engine directory: {MANIFEST_NAME} is missing")
         return cls.from_json(path.read_text(encoding="utf-8"))
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank holds: half-open ranges over the unsharded model, and whether it is the one rank of its group that
+    adds the bias of the attention output or of the experts' second product (the others' files hold zeros there)."""
+
+    q_heads: tuple[int, int]
+    kv_heads: tuple[int, int]
+    vocab: tuple[int, int]
+    experts: tuple[int, int]
+    intermediates: tuple[int, int]
+    adds_attention_bias: bool
+    adds_expert_bias: bool
+
+
+def rank_file(rank: int) -> str:
+    """Name of a rank's weight file inside the engine directory."""
+    return f"rank{rank}.safetensors"
+
+
+def rank_share(config: ModelConfig, mapping: ParallelMapping, rank: int) -> RankShare:
+    """The share of rank `rank` = dp_rank * tp + tp_rank: attention and vocabulary by tp_rank; experts by EP group
+    rank // expert_tp, and inside the group the intermediates by rank % expert_tp.
+
+    Raises SpecError, with the numbers, where the model is too small for the mapping or does not divide by it.
+    """
+    if not 0 <= rank < mapping.world:
+        raise SpecError(f"rank {rank} is outside the world of {mapping.world} ranks")
+    tp_rank, group, part = rank % mapping.tp, rank // mapping.expert_tp, rank % mapping.expert_tp
+    kv = _even_cut(config.num_kv_heads, mapping.tp, tp_rank, f"tp {mapping.tp} does not divide {{}} KV heads")
+    queries = config.num_heads // config.num_kv_heads
+    return RankShare(
+        q_heads=(kv[0] * queries, kv[1] * queries),
+        kv_heads=kv,
+        vocab=_block_cut(config.vocab_size, mapping.tp, tp_rank, "vocabulary rows"),
+        experts=_even_cut(config.num_experts, mapping.ep, group, f"ep {mapping.ep} does not divide {{}} experts"),
+        intermediates=_block_cut(config.intermediate_size, mapping.expert_tp, part, "expert intermediates"),
+        adds_attention_bias=tp_rank == 0,
+        adds_expert_bias=part == 0,
+    )
+
+
+def qkv_segments(config: ModelConfig, mapping: ParallelMapping) -> tuple[int, int, int]:
+    """Rows of q, k and v in a rank's qkv weight. With dense = fp8_block128 scale blocks begin anew at each of them, so
+    that a rank whose k has 64 rows (TP8) keeps the scale of the unsharded block that they came from."""
+    return config.q_size // mapping.tp, config.kv_size // mapping.tp, config.kv_size // mapping.tp
+
+
+def check_mapping(config: ModelConfig, formats: Formats, mapping: ParallelMapping) -> None:
+    """Raises SpecError, naming the sizes, unless every rank of the mapping gets its share in these formats."""
+    for rank in range(mapping.world):
+        rank_share(config, mapping, rank)
+    if formats.dense == "fp8_block128" and mapping.tp > 1:
+        for what, rows in zip(("q", "k and v"), qkv_segments(config, mapping), strict=False):
+            if rows % BLOCK and BLOCK % rows:
+                raise SpecError(
+                    f"dense fp8_block128 under tp {mapping.tp} leaves {rows} rows of {what} to a rank: "
+                    f"not a multiple or a divisor of {BLOCK}"
+                )
+
+
+TensorTable = dict[str, tuple[tuple[int, ...], str]]
+
+
+def expected_tensors(config: ModelConfig, formats: Formats, mapping: ParallelMapping, rank: int) -> TensorTable:
+    """Every tensor of `rank{rank}.safetensors` in file order: name -> (shape, dtype), dtype in the words of safetensors
+    (BF16, U8, F8_E4M3, F32). The one table from which writer, verifier and loader work.
+
+    Raises SpecError as `check_mapping` does, and for a weight layout other than plain, whose table its packer owns.
+    """
+    if formats.weight_layout != "plain":
+        raise SpecError(f"the tensor table describes weight_layout 'plain', not {formats.weight_layout!r}")
+    check_mapping(config, formats, mapping)
+    share = rank_share(config, mapping, rank)
+    hidden, vocab = config.hidden_size, share.vocab[1] - share.vocab[0]
+    q_rows, kv_rows, _ = segments = qkv_segments(config, mapping)
+    table: TensorTable = {"embedding.weight": ((vocab, hidden), "BF16")}
+    for layer in range(config.num_layers):
+        attention, moe = f"layers.{layer}.attention", f"layers.{layer}.moe"
+        table[f"{attention}.norm.weight"] = ((hidden,), "BF16")
+        table |= _dense(f"{attention}.qkv", segments, hidden, formats)
+        table[f"{attention}.qkv.bias"] = ((q_rows + 2 * kv_rows,), "BF16")
+        table[f"{attention}.sinks"] = ((share.q_heads[1] - share.q_heads[0],), "BF16")
+        table |= _dense(f"{attention}.out", (hidden,), q_rows, formats)
+        table[f"{attention}.out.bias"] = ((hidden,), "BF16")
+        if formats.kv == "fp8":
+            table |= {f"{attention}.{name}_scale": ((1,), "F32") for name in "kv"}
+        table[f"{moe}.norm.weight"] = ((hidden,), "BF16")
+        table[f"{moe}.router.weight"] = ((config.num_experts, hidden), "BF16")
+        table[f"{moe}.router.bias"] = ((config.num_experts,), "BF16")
+        experts, width = share.experts[1] - share.experts[0], share.intermediates[1] - share.intermediates[0]
+        table |= _experts(f"{moe}.gate_up", experts, 2 * width, hidden, formats)
+        table |= _experts(f"{moe}.down", experts, hidden, width, formats)
+    table["norm.weight"] = ((hidden,), "BF16")
+    return table | _dense("lm_head", (vocab,), hidden, formats)
+
+
+def _dense(stem: str, segments: tuple[int, ...], columns: int, formats: Formats) -> TensorTable:
+    rows = sum(segments)
+    if formats.dense == "bf16":
+        return {f"{stem}.weight": ((rows, columns), "BF16")}
+    scale_rows = sum(_blocks(segment) for segment in segments)
+    return {
+        f"{stem}.weight": ((rows, columns), "F8_E4M3"),
+        f"{stem}.weight_scale": ((scale_rows, _blocks(columns)), "F32"),
+    }
+
+
+def _experts(stem: str, experts: int, rows: int, columns: int, formats: Formats) -> TensorTable:
+    table: TensorTable
+    if formats.experts == "mxfp4":
+        groups = columns // MXFP4_GROUP
+        table = {
+            f"{stem}.blocks": ((experts, rows, groups, MXFP4_GROUP // 2), "U8"),
+            f"{stem}.scales": ((experts, rows, groups), "U8"),
+        }
+    else:
+        table = {
+            f"{stem}.weight": ((experts, rows, columns), "F8_E4M3"),
+            f"{stem}.weight_scale": ((experts, _blocks(rows), _blocks(columns)), "F32"),
+        }
+    return table | {f"{stem}.bias": ((experts, rows), "BF16")}
+
+
+def _blocks(size: int) -> int:
+    return -(-size // BLOCK)
+
+
+def _even_cut(total: int, ways: int, part: int, refusal: str) -> tuple[int, int]:
+    if total % ways:
+        raise SpecError(refusal.format(total))
+    return part * (total // ways), (part + 1) * (total // ways)
+
+
+def _block_cut(total: int, ways: int, part: int, what: str) -> tuple[int, int]:
+    """Cut at multiples of 128, the first parts one block longer where they cannot be equal, the tail in the last."""
+    whole, longer = divmod(_blocks(total), ways)
+    if not whole:
+        raise SpecError(f"{total} {what} are {_blocks(total)} cuts of {BLOCK}, too few for {ways} ranks")
+    first = part * whole + min(part, longer)
+    last = first + whole + (part < longer)
+    return first * BLOCK, min(last * BLOCK, total)
 
 
 def _known_keys(cls: type, raw: Any, where: str) -> dict[str, Any]:
