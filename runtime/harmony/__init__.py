@@ -1,1 +1,7 @@
 """Harmony: render, tokenise, parse and stream."""
+
+from gptoss_trt.runtime.harmony.stop_matcher import StopMatcher
+from gptoss_trt.runtime.harmony.text_stream import TextStream
+from gptoss_trt.runtime.harmony.tokenizer import Tokenizer
+
+__all__ = ["StopMatcher", "TextStream", "Tokenizer"]
