@@ -1,0 +1,47 @@
+# `make demo` talks to the demo model, `make test` passes the tests; both do all their own set-up.
+VENV ?= .venv
+RUN = $(VENV)/bin
+CACHE ?= .cache
+SOAK_SECONDS ?= 600
+FUZZ_SECONDS ?= 600
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint format library wheel soak fuzz clean
+
+help:
+	@echo "make demo     build the demo engine, serve it from tritonserver and talk to it"
+	@echo "make test     lint, types and every test that runs without a GPU"
+	@echo "make lint     ruff, mypy, clang-format"
+	@echo "make library  compile the CUDA library (nvcc)"
+	@echo "make wheel    build dist/*.whl, with the CUDA library when nvcc is there"
+	@echo "make soak     load a server for SOAK_SECONDS=$(SOAK_SECONDS)"
+	@echo "make fuzz     fuzz for FUZZ_SECONDS=$(FUZZ_SECONDS)"
+
+setup:
+	@docker/install.sh $(VENV)
+
+demo: setup
+	@$(RUN)/gptoss-trt demo --cache-dir $(CACHE)/demo
+
+test: setup lint
+	@$(RUN)/python tests/run.py
+
+lint: setup
+	@$(RUN)/ruff check .
+	@$(RUN)/ruff format --check --quiet .
+	@$(RUN)/mypy
+	@$(RUN)/clang-format --dry-run --Werror $$(git ls-files 'plugins/*.h' 'plugins/*.cu' 'plugins/*.cuh' 'plugins/*.cpp')
+
+format: setup
+	@$(RUN)/ruff format --quiet .
+	@$(RUN)/clang-format -i $$(git ls-files 'plugins/*.h' 'plugins/*.cu' 'plugins/*.cuh' 'plugins/*.cpp')
+
+library: setup
+	@$(RUN)/cmake -S plugins -B build/cuda -DCMAKE_BUILD_TYPE=Release
+	@$(RUN)/cmake --build build/cuda --parallel
+
+wheel: setup
+	@$(RUN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache
