@@ -31,6 +31,8 @@ lint: setup
 	@$(RUN)/ruff format --check --quiet .
 	@$(RUN)/mypy
 	@$(RUN)/clang-format --dry-run --Werror $$(git ls-files 'plugins/*.h' 'plugins/*.cu' 'plugins/*.cuh' 'plugins/*.cpp')
+	@$(RUN)/shellcheck docker/*.sh .ci/run
+	@$(RUN)/hadolint -c docker/.hadolint.yaml docker/Dockerfile docker/Dockerfile.cpu
 
 format: setup
 	@$(RUN)/ruff format --quiet .
