@@ -45,6 +45,7 @@ class Model:
     parameters: tuple[Parameter, ...] = ()
     platform: Literal["python", "ensemble"] = "python"
     decoupled: bool = False
+    has_unary_variant: bool = False  # a launch may choose the model not decoupled, for clients that do unary infer only
     max_batch_size: int = MAX_BATCH_SIZE
     steps: tuple[EnsembleStep, ...] = ()
 
@@ -106,7 +107,7 @@ TEXT_TO_ENGINE: Mapping[str, str] = {  # where ensemble and tensorrt_llm name on
 }
 
 
-_ENGINE = Parameter("engine", "", "engine directory; empty: the environment variable GPTOSS_TRT_ENGINE")
+_ENGINE = Parameter("engine_dir", "", "engine directory; empty: the environment variable GPTOSS_TRT_ENGINE")
 _STATE_DIR = Parameter("state_dir", "", "folder of the engine's socket and lock; empty: the user's state folder")
 _SKIP_SPECIAL = Parameter("skip_special_tokens", True, "leave the text of special tokens out of what is answered")
 _EXCLUDE_INPUT = Parameter("exclude_input_in_output", False, "default of the input of that name")
@@ -174,9 +175,24 @@ MODELS: Mapping[str, Model] = {
             tensors.ENGINE_OUTPUTS,
             (_ENGINE, _STATE_DIR, _EXCLUDE_INPUT, Parameter("metrics", True, _METRICS.purpose)),
             decoupled=True,
+            has_unary_variant=True,
         ),
-        Model("ensemble", tensors.TEXT_INPUTS, tensors.TEXT_OUTPUTS, _TEXT_PARAMETERS, decoupled=True),
-        Model("tensorrt_llm_bls", tensors.BLS_INPUTS, tensors.TEXT_OUTPUTS, _TEXT_PARAMETERS, decoupled=True),
+        Model(
+            "ensemble",
+            tensors.TEXT_INPUTS,
+            tensors.TEXT_OUTPUTS,
+            _TEXT_PARAMETERS,
+            decoupled=True,
+            has_unary_variant=True,
+        ),
+        Model(
+            "tensorrt_llm_bls",
+            tensors.BLS_INPUTS,
+            tensors.TEXT_OUTPUTS,
+            _TEXT_PARAMETERS,
+            decoupled=True,
+            has_unary_variant=True,
+        ),
         Model("preprocessing", tensors.PREPROCESSING_INPUTS, tensors.PREPROCESSING_OUTPUTS),
         Model("postprocessing", tensors.POSTPROCESSING_INPUTS, tensors.POSTPROCESSING_OUTPUTS, (_SKIP_SPECIAL,)),
         Model("pipeline", tensors.TEXT_INPUTS, tensors.TEXT_OUTPUTS, platform="ensemble", steps=_pipeline_steps()),

@@ -75,8 +75,8 @@ def parse(model: Model, **values: str) -> dict[str, str | bool]:
 def test_parameters_parse_by_the_type_of_their_default() -> None:
     model = protocol.model("ensemble")
     assert parse(model)["skip_special_tokens"] is True
-    assert parse(model, skip_special_tokens="False", engine="/e")["skip_special_tokens"] is False
-    assert parse(model, engine="/e")["engine"] == "/e"
+    assert parse(model, skip_special_tokens="False", engine_dir="/e")["skip_special_tokens"] is False
+    assert parse(model, engine_dir="/e")["engine_dir"] == "/e"
     with pytest.raises(protocol.ProtocolError, match="chat_mode is 'yes'; allowed: true, false"):
         parse(model, chat_mode="yes")
     with pytest.raises(
