@@ -2,6 +2,7 @@
 VENV ?= .venv
 RUN = $(VENV)/bin
 CACHE ?= .cache
+DEVICE_CODE = find plugins -name '*.h' -o -name '*.cu' -o -name '*.cuh' -o -name '*.cpp'
 SOAK_SECONDS ?= 600
 FUZZ_SECONDS ?= 600
 
@@ -30,13 +31,13 @@ lint: setup
 	@$(RUN)/ruff check .
 	@$(RUN)/ruff format --check --quiet .
 	@$(RUN)/mypy
-	@$(RUN)/clang-format --dry-run --Werror $$(git ls-files 'plugins/*.h' 'plugins/*.cu' 'plugins/*.cuh' 'plugins/*.cpp')
+	@$(DEVICE_CODE) | xargs -r $(RUN)/clang-format --dry-run --Werror
 	@$(RUN)/shellcheck docker/*.sh .ci/run
 	@$(RUN)/hadolint -c docker/.hadolint.yaml docker/Dockerfile docker/Dockerfile.cpu
 
 format: setup
 	@$(RUN)/ruff format --quiet .
-	@$(RUN)/clang-format -i $$(git ls-files 'plugins/*.h' 'plugins/*.cu' 'plugins/*.cuh' 'plugins/*.cpp')
+	@$(DEVICE_CODE) | xargs -r $(RUN)/clang-format -i
 
 library: setup
 	@$(RUN)/cmake -S plugins -B build/cuda -DCMAKE_BUILD_TYPE=Release
