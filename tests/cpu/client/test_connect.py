@@ -1,0 +1,33 @@
+"""URLs: which become which client, and which are refused by name."""
+
+import pytest
+
+from gptoss_trt.client.connect import connect, split_url
+from gptoss_trt.client.grpc_client import GrpcClient
+from gptoss_trt.client.http_client import HttpClient
+
+
+@pytest.mark.parametrize(
+    ("url", "parts"),
+    [
+        ("grpc://localhost:9001", ("grpc", "localhost:9001")),
+        ("localhost:9001", ("grpc", "localhost:9001")),
+        ("localhost", ("grpc", "localhost:8001")),
+        ("http://[::1]", ("http", "[::1]:8000")),
+        ("https://example.org/", ("https", "example.org:8000")),
+    ],
+)
+def test_addresses(url, parts):
+    assert split_url(url) == parts
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "grpc://", "http://host/v1", "http://host?x=1"])
+def test_refused(url):
+    with pytest.raises(ValueError, match=r"allowed|address"):
+        split_url(url)
+
+
+def test_scheme_chooses_the_client():
+    with connect("grpc://127.0.0.1:9") as one, connect("http://127.0.0.1:9") as other:
+        assert isinstance(one, GrpcClient)
+        assert isinstance(other, HttpClient)
