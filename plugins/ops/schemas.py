@@ -1,8 +1,9 @@
-"""Signatures of `torch.ops.gptoss_trt.*`: one table, read by the registration, the checks, the documentation and the tests.
+"""Signatures of `torch.ops.gptoss_trt.*`: one table, read by registration, checks, documentation and tests.
 
-Invariant: an op writes only the arguments that its schema marks `(x!)`, returns nothing, allocates nothing that it hands
-out and reads no device data on the host, so every op can be captured in a CUDA graph. A CUDA implementation takes its
-scratch memory from torch's caching allocator or from its own `prepare`. Knows no implementation: `dispatch.py` does.
+Invariant: an op writes only the arguments that its schema marks `(x!)`, returns nothing, hands out nothing that it
+allocated and (on a GPU) reads no device data on the host, so every op can be captured in a CUDA graph. A CUDA
+implementation takes its scratch memory from torch's caching allocator or from its own `prepare`. Knows no
+implementation: `dispatch.py` does.
 
 Conventions, for all ops:
 
@@ -13,10 +14,10 @@ Conventions, for all ops:
 - A quantised activation is a pair: values e4m3 [T, K], scales fp32 [ceil(K / group), T] with group 128 or 64.
   scale = amax / 448 by IEEE division, 1 where that is 0; value = x / scale (IEEE division, fp32), rounded to nearest
   even, saturated at 448. Group 0 is the static scale 2^-3: the scales argument is None.
-- An FP8 weight is e4m3 [N, K] with fp32 scales [ceil(N / 128), ceil(K / 128)]; an MXFP4 weight is u8 [N, K/32, 16] with
-  u8 scales [N, K/32] and means the FP8 128x128 weight of `reference/mxfp4.py`. Expert weights have a leading E.
-- KV cache: k and v are separate tensors [blocks, kv_heads, block_tokens, head_dim], block_tokens <= 64, bf16 or e4m3. One
-  head of one block is one contiguous run (8 KiB at 64 x 64 bf16: one bulk copy or one TMA box), in both pools, for
+- An FP8 weight is e4m3 [N, K] with fp32 scales [ceil(N / 128), ceil(K / 128)]; an MXFP4 weight is u8 [N, K/32, 16]
+  with u8 scales [N, K/32] and means the FP8 128x128 weight of `reference/mxfp4.py`. Expert weights have a leading E.
+- KV cache: k and v are separate tensors [blocks, kv_heads, block_tokens, head_dim], block_tokens <= 64, bf16 or e4m3.
+  One head of one block is one contiguous run (8 KiB at 64 x 64 bf16: one bulk copy or one TMA box), in both pools, for
   prefill and decode alike. Slot of a token = block * block_tokens + position % block_tokens.
 - Block tables are int32 [S, max blocks], unused entries -1. Logical block b of sequence s is
   `block_table[s, b - first_block[s]]`; first_block is None (zeros) in the full pool.
@@ -78,12 +79,14 @@ _TABLE = (
     ),
     OpSchema(
         "dense_fp8",
-        "Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor? bias, Tensor(a!) out",
+        "Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, int[] segments, Tensor? bias, Tensor(a!) out",
         """dense on a quantised activation (group 128) and an FP8 weight: fp32 promotion every 128 of K with
-        x_scale * weight_scale, the bias starts the promoted accumulator.
+        x_scale * weight_scale, the bias starts the promoted accumulator. `segments` are row counts that add up to N;
+        each begins a new row of scales (q, k and v of a rank); [] is one segment. Only at TP8, with segments of 64
+        rows, or in small models is that another row than n // 128.
 
-        x e4m3 [T, K]; x_scale fp32 [ceil(K / 128), T]; weight e4m3 [N, K]; weight_scale fp32 [ceil(N / 128),
-        ceil(K / 128)]; bias bf16 [N] or None; out bf16 or fp32 [T, N].""",
+        x e4m3 [T, K]; x_scale fp32 [ceil(K / 128), T]; weight e4m3 [N, K]; weight_scale fp32 [sum of
+        ceil(segment / 128), ceil(K / 128)]; bias bf16 [N] or None; out bf16 or fp32 [T, N].""",
     ),
     OpSchema(
         "kv_slots",
