@@ -1,7 +1,7 @@
 """The engine process's protocol: typed messages between Triton models (or the gateway) and the engine.
 
-Invariant: a message holds token ids and numbers only; no text of a user, no channel, no markup. Frames on the socket are
-length, type, msgpack body (`frames.py`); this module must not know sockets, tensors or Triton.
+Invariant: a message holds token ids and numbers only; no text of a user, no channel, no markup. Frames on the socket
+are length, type, msgpack body (`frames.py`); this module must not know sockets, tensors or Triton.
 """
 
 from __future__ import annotations

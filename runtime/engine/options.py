@@ -1,0 +1,71 @@
+"""Options of an engine process that belong to a deployment, not to the engine directory: cache size, batch, threads.
+
+Invariant: an options file with an unknown key or an impossible value stops the engine with a text that names it. Every
+client of an engine shares them, because the process reads them from its home at start. Must not know their effect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from gptoss_trt.runtime.engine.core import EngineLoadError
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Counts unless a name says bytes. 0 means: chosen by the engine."""
+
+    block_tokens: int = 16  # tokens of one KV block: 64 at most
+    kv_bytes: int = 0  # memory of both KV pools together
+    max_batch: int = 64  # sequences in one step
+    max_queue: int = 1024  # requests that wait
+    step_tokens: int = 512  # tokens of one step, prompts and decode together
+    max_context: int = 0  # below the model's own
+    threads: int = 0  # torch's CPU threads
+    device: str = ""  # cpu or cuda; empty: cuda where there is one
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "block_tokens": (1, 64),
+            "kv_bytes": (0, 1 << 50),
+            "max_batch": (1, 4096),
+            "max_queue": (1, 1 << 20),
+            "step_tokens": (1, 1 << 20),
+            "max_context": (0, 1 << 30),
+            "threads": (0, 1024),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if type(value) is not int or not low <= value <= high:
+                raise EngineLoadError(f"engine option {name} is {value!r}; it must be an integer in {low}..{high}")
+        if self.device not in ("", "cpu", "cuda"):
+            raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
+
+    @classmethod
+    def read(cls, path: Path) -> EngineOptions:
+        """The options in a JSON file; the defaults when it does not exist. Raises EngineLoadError."""
+        if not path.exists():
+            return cls()
+        try:
+            raw = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, json.JSONDecodeError) as error:
+            raise EngineLoadError(f"{path}: {error}") from error
+        names = [field.name for field in dataclasses.fields(cls)]
+        for key in raw:
+            if key not in names:
+                near = difflib.get_close_matches(key, names, 1)
+                hint = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(names)}"
+                raise EngineLoadError(f"unknown engine option {key!r}{hint}")
+        return cls(**raw)
+
+    def write(self, path: Path) -> None:
+        """Writes the file that the next start reads (whole or not at all)."""
+        fresh = path.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps(dataclasses.asdict(self), indent=1), encoding="utf-8")
+        fresh.replace(path)

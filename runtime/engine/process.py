@@ -1,0 +1,121 @@
+"""The engine process: `python -m gptoss_trt.runtime.engine.process ENGINE_DIR --home FOLDER`.
+
+Invariant: at most one process lives for a home (a lock held for life), and it leaves by itself when no client is
+connected, so killing every client leaves no orphan. It logs request ids and never prompts. Imports torch only after its
+socket listens, so that clients connect at once. Must not know who starts it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from gptoss_trt.runtime.engine.core import EngineCore
+from gptoss_trt.runtime.engine.location import EngineHome
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.script import SCRIPT_NAME, ScriptedEngine
+from gptoss_trt.runtime.engine.server import EngineServer
+from gptoss_trt.runtime.launch import settings
+
+log = logging.getLogger("gptoss_trt.engine")
+
+EXIT_FAILED = 1
+EXIT_ALREADY_RUNNING = 3
+IDLE_TIMEOUT_S = 5.0
+STEP_TIMEOUT_S = 120.0
+
+
+class _JsonLines(logging.Formatter):
+    """One JSON object a line: time, level, logger, message, and the traceback if there is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "pid": record.process,
+            "message": record.getMessage(),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line)
+
+
+def core_loader(engine_dir: Path, options: Path) -> Callable[[], EngineCore]:
+    """A function that loads the engine in `engine_dir`: the scripted one if scripted.json stands there."""
+    if (engine_dir / SCRIPT_NAME).is_file():
+        return lambda: _load_scripted(engine_dir)
+
+    def load() -> EngineCore:
+        from gptoss_trt.runtime.engine.real import load_core
+
+        return load_core(engine_dir, EngineOptions.read(options))
+
+    return load
+
+
+def _load_scripted(engine_dir: Path) -> EngineCore:
+    from gptoss_trt.runtime.engine.core import EngineLoadError
+    from gptoss_trt.runtime.engine.scripted import ScriptedCore
+
+    plan = ScriptedEngine.read(engine_dir)
+    time.sleep(plan.load_ms / 1000)
+    if plan.load_error:
+        raise EngineLoadError(plan.load_error)
+    return ScriptedCore(plan)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the engine process to its end; returns the exit status."""
+    parser = argparse.ArgumentParser(prog="gptoss_trt.runtime.engine.process", description=__doc__.splitlines()[0])
+    parser.add_argument("engine_dir", type=Path, help="a built engine directory, or one with scripted.json")
+    parser.add_argument("--home", type=Path, required=True, help="private folder of socket, locks and log")
+    parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S, help="life after the last client")
+    parser.add_argument("--step-timeout-s", type=float, default=STEP_TIMEOUT_S, help="a longer step is a crash")
+    chosen = parser.parse_args(arguments)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(_JsonLines())
+    logging.basicConfig(level=settings.read("GPTOSS_TRT_LOG_LEVEL"), handlers=[handler])
+    home = EngineHome(chosen.home)
+    life = os.open(home.life_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(life, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.warning("another engine process owns %s", home.folder)
+        return EXIT_ALREADY_RUNNING
+    return _serve(chosen, home)
+
+
+def _serve(chosen: argparse.Namespace, home: EngineHome) -> int:
+    server = EngineServer(
+        home.socket,
+        core_loader(chosen.engine_dir, home.options),
+        idle_timeout_s=chosen.idle_timeout_s,
+        step_timeout_s=chosen.step_timeout_s,
+        describe=lambda: {"engine_dir": str(chosen.engine_dir)},
+    )
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: server.stop())
+    log.info("engine process for %s listens", chosen.engine_dir)
+    failure = server.serve()
+    if failure is None:
+        home.starts.unlink(missing_ok=True)  # a clean end clears the back-off
+        log.info("engine process ends")
+        return 0
+    log.error("engine process ends: %s", failure)
+    return EXIT_FAILED
+
+
+if __name__ == "__main__":
+    status = main()
+    logging.shutdown()
+    os._exit(status)  # a step or a load that still runs in its thread must not keep the process alive

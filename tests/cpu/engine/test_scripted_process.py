@@ -1,0 +1,323 @@
+"""The engine process end to end on the scripted engine: streams, cancellation, faults, restarts, several clients."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import queue
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gptoss_trt.runtime.engine.client import EngineClient
+from gptoss_trt.runtime.engine.location import EngineHome
+from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Submit, Tokens
+
+ENDLESS, CRASHING, HANGING, FAILING, NAN, REFUSED, CHUNKED = range(9001, 9008)
+SCRIPTS = {
+    "step_ms": 5,
+    "max_context": 100_000,
+    "block_tokens": 16,
+    "full_blocks": 4096,
+    "default": {"echo": True},
+    "scripts": [
+        {"match": [ENDLESS], "tokens": [5, 6, 7], "cycle": True},
+        {"match": [CRASHING], "tokens": [5], "cycle": True, "fault": {"kind": "crash", "after": 3}},
+        {"match": [HANGING], "tokens": [5], "cycle": True, "fault": {"kind": "hang", "after": 1}},
+        {
+            "match": [FAILING],
+            "tokens": [5],
+            "cycle": True,
+            "fault": {"kind": "error", "after": 2, "message": "planned"},
+        },
+        {"match": [NAN], "tokens": [5], "cycle": True, "fault": {"kind": "nan", "after": 1}},
+        {"match": [REFUSED], "fault": {"kind": "refuse", "code": "RESOURCE_EXHAUSTED", "message": "full"}},
+        {"match": [CHUNKED], "tokens": [1, 2, 3, 4, 5, 6], "chunk": [2, 3]},
+    ],
+}
+
+
+class Stream:
+    """Collects one request's events and waits for its end."""
+
+    def __init__(self) -> None:
+        self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+        self.seen: list[Event] = []
+
+    def __call__(self, event: Event) -> None:
+        self.events.put(event)
+
+    def next(self, timeout_s: float = 10.0) -> Event:
+        event = self.events.get(timeout=timeout_s)
+        self.seen.append(event)
+        return event
+
+    def end(self, timeout_s: float = 10.0) -> Finished | Error:
+        until = time.monotonic() + timeout_s
+        while True:
+            event = self.next(max(0.01, until - time.monotonic()))
+            if isinstance(event, Error) or (isinstance(event, Finished) and event.remaining == 0):
+                return event
+
+    @property
+    def ids(self) -> list[int]:
+        return [token for event in self.seen if isinstance(event, Tokens) for token in event.token_ids]
+
+
+@pytest.fixture
+def engine_dir(tmp_path: Path) -> Path:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "scripted.json").write_text(json.dumps(SCRIPTS))
+    return folder
+
+
+@pytest.fixture
+def client(engine_dir: Path, tmp_path: Path) -> Iterator[EngineClient]:
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", idle_timeout_s=0.5)) as fresh:
+        fresh.wait_ready(20)
+        yield fresh
+
+
+def start(client: EngineClient, prompt: int, request_id: str = "r", **fields: Any) -> Stream:
+    stream = Stream()
+    client.submit(Submit(request_id, (prompt,), fields.pop("max_tokens", 5000), **fields), stream)
+    return stream
+
+
+def engine_pid(client: EngineClient) -> int:
+    return int(client.health()["pid"])
+
+
+def wait_until(condition: Any, timeout_s: float, what: str) -> float:
+    """Seconds until `condition()` holds; fails after `timeout_s`."""
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < timeout_s, f"not within {timeout_s} s: {what}"
+        time.sleep(0.005)
+    return time.monotonic() - began
+
+
+def is_running(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    try:
+        return status.read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_request_streams_its_tokens_and_ends_once(client: EngineClient) -> None:
+    stream = Stream()
+    client.submit(Submit("a", (11, 12, 13), 10), stream)
+    end = stream.end()
+    assert isinstance(end, Finished) and end.reason == "stop"
+    assert stream.ids == [11, 12, 13, 200002]
+    assert (end.usage.prompt_tokens, end.usage.completion_tokens) == (3, 4)
+    assert 0 < end.usage.arrival_ns <= end.usage.first_scheduled_ns < end.usage.first_token_ns < end.usage.last_token_ns
+    assert client.stats()["counters"]["finished"]["stop"] == 1
+
+
+def test_chunks_come_as_scripted(client: EngineClient) -> None:
+    stream = start(client, CHUNKED)
+    stream.end()
+    assert [event.token_ids for event in stream.seen if isinstance(event, Tokens)] == [(1, 2), (3, 4, 5), (6, 200002)]
+
+
+def test_max_tokens_and_stop_ids_and_sequences(client: EngineClient) -> None:
+    streams = {
+        "length": start(client, ENDLESS, "a", max_tokens=4),
+        "stop id": start(client, ENDLESS, "b", stop_ids=(7,)),
+        "stop sequence": start(client, ENDLESS, "c", stop_sequences=((7, 5),)),
+    }
+    reasons = {name: stream.end() for name, stream in streams.items()}
+    assert [end.reason for end in reasons.values() if isinstance(end, Finished)] == ["length", "stop", "stop"]
+    assert [stream.ids for stream in streams.values()] == [[5, 6, 7, 5], [5, 6, 7], [5, 6, 7, 5]]
+
+
+def test_several_sequences_end_one_by_one(client: EngineClient) -> None:
+    stream = start(client, ENDLESS, max_tokens=3, n=2)
+    stream.end()
+    ends = [event for event in stream.seen if isinstance(event, Finished)]
+    assert [(end.sequence, end.remaining) for end in ends] == [(0, 1), (1, 0)]
+
+
+def test_cancellation_frees_the_blocks_within_100_ms(client: EngineClient) -> None:
+    stream = start(client, ENDLESS)
+    stream.next()
+    assert client.stats()["kv"]["full"]["used"] > 0
+    began = time.monotonic()
+    client.cancel("r")
+    wait_until(lambda: client.stats()["kv"]["full"]["used"] == 0, 0.1, "blocks freed")
+    end = stream.end()
+    assert isinstance(end, Finished) and end.reason == "cancelled"
+    assert time.monotonic() - began < 0.1
+
+
+def test_another_connection_cancels_by_id(client: EngineClient, engine_dir: Path, tmp_path: Path) -> None:
+    stream = start(client, ENDLESS, "shared")
+    stream.next()
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state")) as other:
+        own = start(other, ENDLESS, "own")
+        own.next()
+        other.cancel("shared")
+        end = stream.end(1.0)
+        assert isinstance(end, Finished) and end.reason == "cancelled"
+        assert other.stats()["requests"]["active"] == 1  # the other's own request goes on
+
+
+def test_two_clients_share_one_process_and_may_use_one_id(
+    client: EngineClient, engine_dir: Path, tmp_path: Path
+) -> None:
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state")) as other:
+        assert engine_pid(other) == engine_pid(client)
+        mine, theirs = Stream(), Stream()
+        client.submit(Submit("same", (1,), 5), mine)
+        other.submit(Submit("same", (2,), 5), theirs)
+        mine.end(), theirs.end()
+        assert (mine.ids, theirs.ids) == ([1, 200002], [2, 200002])
+
+
+def test_a_client_that_leaves_frees_its_blocks(client: EngineClient, engine_dir: Path, tmp_path: Path) -> None:
+    other = EngineClient(engine_dir, state_dir=tmp_path / "state")
+    stream = start(other, ENDLESS)
+    stream.next()
+    other.close()
+    assert isinstance(stream.end(), Error)
+    wait_until(lambda: client.stats()["kv"]["full"]["used"] == 0, 0.2, "blocks freed")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "text"),
+    [
+        (FAILING, "INTERNAL", "planned"),
+        (NAN, "INTERNAL", "not finite"),
+        (REFUSED, "RESOURCE_EXHAUSTED", "full"),
+    ],
+)
+def test_a_fault_ends_its_request_only(client: EngineClient, prompt: int, code: str, text: str) -> None:
+    neighbour = start(client, ENDLESS, "neighbour", max_tokens=20)
+    end = start(client, prompt, "faulty").end()
+    assert isinstance(end, Error) and end.code == code and text in end.message
+    assert isinstance(neighbour.end(), Finished)
+
+
+def test_a_crash_fails_open_requests_and_restarts(client: EngineClient) -> None:
+    pid = engine_pid(client)
+    bystander = start(client, ENDLESS, "bystander")
+    bystander.next()
+    for end in (start(client, CRASHING, "crash").end(), bystander.end()):
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE", end
+    assert not client.health()["ready"]
+    client.wait_ready(10)
+    assert engine_pid(client) != pid
+    assert isinstance(start(client, 3, "after").end(), Finished)
+
+
+def test_restarts_back_off(client: EngineClient) -> None:
+    times = []
+    for _ in range(3):
+        os.kill(engine_pid(client), signal.SIGKILL)
+        began = time.monotonic()
+        wait_until(lambda: not client.health()["ready"], 2, "the death is seen")
+        client.wait_ready(20)
+        times.append(time.monotonic() - began)
+    starts = json.loads(client.home.starts.read_text())
+    gaps = [later - earlier for earlier, later in itertools.pairwise(starts)]
+    assert len(starts) == 4
+    assert all(gap >= least for gap, least in zip(gaps, (0.5, 1.0, 2.0), strict=True)), gaps
+    assert times[2] > 1.0
+
+
+def test_requests_without_an_engine_fail_at_once(engine_dir: Path, tmp_path: Path) -> None:
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", start=False)) as alone:
+        began = time.monotonic()
+        end = start(alone, 1).end()
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE"
+        assert time.monotonic() - began < 0.5
+        assert alone.health()["state"] == "down"
+
+
+def test_kill_9_of_every_client_ends_the_engine(engine_dir: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from gptoss_trt.runtime.engine.client import EngineClient\n"
+        "c = EngineClient(Path(sys.argv[1]), state_dir=Path(sys.argv[2]), idle_timeout_s=1.0)\n"
+        "c.wait_ready(20)\nprint(c.health()['pid'], flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(engine_dir), str(tmp_path / "state")]
+    starters = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    pids = set()
+    for starter in starters:
+        assert starter.stdout is not None
+        pids.add(int(starter.stdout.readline()))
+    assert len(pids) == 1  # started at the same time, they share one engine
+    pid = pids.pop()
+    starters[0].kill()
+    starters[0].wait()
+    time.sleep(1.5)
+    assert is_running(pid)  # the second client still holds it
+    starters[1].kill()
+    starters[1].wait()
+    assert wait_until(lambda: not is_running(pid), 5, "the engine leaves") > 0.5
+    assert not EngineHome.of(engine_dir, tmp_path / "state").socket.exists()
+
+
+def test_killing_the_client_that_started_it_keeps_the_engine(engine_dir: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys, time\nfrom pathlib import Path\n"
+        "from gptoss_trt.runtime.engine.client import EngineClient\n"
+        "c = EngineClient(Path(sys.argv[1]), state_dir=Path(sys.argv[2]), idle_timeout_s=1.0)\n"
+        "c.wait_ready(20)\nprint('up', flush=True)\ntime.sleep(60)\n"
+    )
+    command = [sys.executable, "-c", program, str(engine_dir), str(tmp_path / "state")]
+    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None and starter.stdout.readline() == "up\n"
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", start=False)) as second:
+        second.wait_ready(5)
+        stream = start(second, ENDLESS, max_tokens=60)
+        stream.next()
+        starter.kill()
+        starter.wait()
+        assert isinstance(stream.end(), Finished)
+
+
+def test_the_socket_is_private(client: EngineClient) -> None:
+    assert stat.S_IMODE(client.home.socket.stat().st_mode) == 0o600
+    assert stat.S_IMODE(client.home.folder.stat().st_mode) == 0o700
+    assert stat.S_IMODE(client.home.log.stat().st_mode) == 0o600
+
+
+def test_a_long_state_folder_works(engine_dir: Path, tmp_path: Path) -> None:
+    deep = tmp_path / ("d" * 100) / ("e" * 100)
+    with contextlib.closing(EngineClient(engine_dir, state_dir=deep, idle_timeout_s=0.2)) as far:
+        far.wait_ready(20)
+        assert len(str(far.home.socket)) > 200
+        assert isinstance(start(far, 4).end(), Finished)
+
+
+def test_a_load_that_fails_says_why(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "scripted.json").write_text(json.dumps({"load_ms": 200, "load_error": "no such card"}))
+    with contextlib.closing(EngineClient(folder, state_dir=tmp_path / "state")) as hopeless:
+        end = start(hopeless, 1).end()
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "no such card" in end.message
+        wait_until(lambda: "no such card" in hopeless.health().get("reason", ""), 2, "the reason in health")
+
+
+def test_the_log_names_requests_and_no_prompts(client: EngineClient) -> None:
+    stream = Stream()
+    client.submit(Submit("visible-id", (FAILING, 77777), 10), stream)
+    stream.end()
+    text = client.home.log.read_text()
+    assert "visible-id" in text and "77777" not in text
+    assert all(json.loads(line)["message"] for line in text.splitlines())
