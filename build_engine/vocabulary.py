@@ -21,6 +21,23 @@ ORDINARY_TOKENS = 199_998
 VOCABULARY_SIZE = 201_088  # rows of the embedding; every id from ORDINARY_TOKENS on is special
 TIKTOKEN_VARIABLE = "TIKTOKEN_ENCODINGS_BASE"  # where openai-harmony and tiktoken look before they download
 
+# How o200k cuts text before byte pairs are merged. A word is a run of capitals and then small letters, with one leading
+# character that is neither letter, digit nor line break, and an English contraction; digits go by three; punctuation
+# takes a leading blank and the line breaks and slashes behind it; blanks leave their last one to the word that follows.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD, _CONTRACTION = r"[^\r\n\p{L}\p{N}]?", r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+SPLIT_PATTERN = "|".join(
+    (
+        f"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTION}",
+        f"{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTION}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    )
+)
+
 _NAMED_SPECIALS = {
     "<|startoftext|>": 199998,
     "<|endoftext|>": 199999,

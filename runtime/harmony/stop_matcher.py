@@ -1,7 +1,8 @@
 """Stop strings on a stream of text.
 
 Owns the tail of the text that may still become a stop string. Invariant: no character of a matched stop string, and
-none that could begin one, has come out; the text that has is the same for any chunking. Must not know tokens or channels.
+none that could begin one, has come out; the text that has is the same for any chunking. Must not know tokens or
+channels.
 """
 
 from __future__ import annotations
