@@ -21,7 +21,8 @@ help:
 setup:
 	@docker/install.sh $(VENV)
 
-demo: setup
+demo:
+	@docker/install.sh $(VENV) pypi-server
 	@$(RUN)/gptoss-trt demo --cache-dir $(CACHE)/demo
 
 test: setup lint

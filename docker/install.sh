@@ -71,11 +71,13 @@ install_torch() {
         "$venv/bin/pip" install --quiet $index "$torch"
 }
 
-stamp=$venv/.gptoss-trt
-want=$(cat "$here/pyproject.toml" "$here/docker/install.sh" | cksum)" $extras ${WHEEL:-} $torch"
-if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
-    exit 0
-fi
+# One stamp for each set of extras; a larger set (pypi-server,dev) serves a smaller one (pypi-server).
+want=$(cat "$here/pyproject.toml" "$here/docker/install.sh" | cksum)" ${WHEEL:-} $torch"
+for stamp in "$venv/.installed-$extras" "$venv/.installed-$extras",*; do
+    if [ -f "$stamp" ] && [ "$(cat "$stamp")" = "$want" ]; then
+        exit 0
+    fi
+done
 
 picked=$(mktemp)
 trap 'rm -f "$picked"' EXIT
@@ -88,7 +90,8 @@ install_torch
 if [ -n "${WHEEL:-}" ]; then
     "$venv/bin/pip" install --quiet "${WHEEL}[$extras]"
 else
-    "$venv/bin/pip" install --quiet --no-build-isolation --editable "${here}[$extras]"
+    # setuptools warns of a top folder that is named as the package; that folder is the package.
+    PYTHONWARNINGS=ignore "$venv/bin/pip" install --quiet --no-build-isolation --editable "${here}[$extras]"
 fi
-printf '%s' "$want" >"$stamp"
+printf '%s' "$want" >"$venv/.installed-$extras"
 echo "install: done"
