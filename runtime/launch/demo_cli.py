@@ -1,0 +1,63 @@
+"""`gptoss-trt demo`: the demo model, served and talked to, from one command.
+
+Invariant: set-up is told on stderr; stdout holds the conversation only.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+
+from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.demo import demo_server
+from gptoss_trt.runtime.launch.server_binary import LaunchError
+
+QUESTION = "What is 17 + 25?"
+EPILOG = """\b
+Examples:
+  gptoss-trt demo                                  a chat in the terminal
+  echo "What is 20 + 22?" | gptoss-trt demo        answers each line of its input
+  gptoss-trt demo </dev/null                       answers one built-in question
+"""
+
+
+@click.command(epilog=EPILOG)
+@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where checkpoint and engine are kept.")
+def demo(cache_dir: Path | None) -> int:
+    """Build the demo engine, serve it from tritonserver and talk to it."""
+    try:
+        folder = cache_dir or settings.state_dir() / "demo"
+        server = demo_server(folder, lambda line: click.echo(line, err=True))
+    except (LaunchError, settings.SettingsError) as error:
+        raise click.ClickException(str(error)) from error
+    try:
+        return converse(server.grpc_url)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        server.stop(drain_s=2)
+
+
+def converse(url: str) -> int:
+    """Hands a terminal to the chat; feeds it the lines of another standard input, or QUESTION when there is none.
+    Returns the chat's exit status."""
+    command = [sys.executable, "-m", "gptoss_trt", "chat", "--url", url]
+    if sys.stdin.isatty():
+        return subprocess.run(command, check=False).returncode
+    first = sys.stdin.readline()
+    chat = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    assert chat.stdin is not None
+    if first:
+        chat.stdin.write(first)
+        chat.stdin.flush()
+        for line in sys.stdin:
+            chat.stdin.write(line)
+            chat.stdin.flush()
+    else:
+        click.echo(f"no question on standard input; asking: {QUESTION}", err=True)
+        chat.stdin.write(QUESTION + "\n")
+    chat.stdin.close()
+    return chat.wait()
