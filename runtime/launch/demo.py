@@ -1,7 +1,7 @@
 """The demo from nothing to a server that answers: packed weights -> checkpoint -> engine -> tritonserver.
 
-Invariant: what an earlier run made is used again when it is whole and of this version, and made anew otherwise. Must not
-know what is asked or answered.
+Invariant: what an earlier run made is used again when it is whole and of this version, and made anew otherwise.
+Must not know what is asked or answered.
 """
 
 from __future__ import annotations

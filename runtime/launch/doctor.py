@@ -1,7 +1,7 @@
 """What this machine can and cannot do, as a list of findings with what to do about each.
 
-Invariant: looks only; changes and starts nothing but short version calls. A check that fails to look is a finding, not a
-crash. Must not know how its findings are shown.
+Invariant: looks only; changes nothing and starts nothing but short version calls. A check that fails to look is a
+finding, not a crash. Must not know how its findings are shown.
 """
 
 from __future__ import annotations
@@ -150,8 +150,9 @@ def shm_finding() -> Finding:
 
 
 def disk_finding() -> Finding:
-    folder = settings.state_dir()
-    free = shutil.disk_usage(folder).free / GIB
+    folder = settings.state_home()
+    nearest = next(place for place in (folder, *folder.parents) if place.exists())
+    free = shutil.disk_usage(nearest).free / GIB
     if free < DISK_FOR_20B_GIB:
         return Finding(
             "disk",

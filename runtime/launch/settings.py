@@ -68,12 +68,18 @@ def read(name: str, environment: Mapping[str, str] | None = None) -> Any:
         raise SettingsError(f"{name}={text!r}: {error} ({variable.purpose})") from error
 
 
-def state_dir(explicit: Path | None = None) -> Path:
-    """The state folder: `explicit`, else GPTOSS_TRT_STATE_DIR, else a folder of this user's under the XDG state home.
-    Made with mode 0700; raises SettingsError when somebody else can write to it."""
+def state_home() -> Path:
+    """Where the state folder lies: GPTOSS_TRT_STATE_DIR, else a folder of this user's under the XDG state home."""
     home = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    path = explicit or read("GPTOSS_TRT_STATE_DIR") or home / "gptoss-trt"
+    path = read("GPTOSS_TRT_STATE_DIR") or home / "gptoss-trt"
     assert isinstance(path, Path)
+    return path
+
+
+def state_dir(explicit: Path | None = None) -> Path:
+    """The state folder, `explicit` or `state_home()`, made with mode 0700. Raises SettingsError when somebody else can
+    write to it."""
+    path = explicit or state_home()
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
