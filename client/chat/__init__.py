@@ -1,0 +1,1 @@
+"""`gptoss-trt chat`: a conversation with a served model, for terminals, pipes and scripts."""

@@ -1,0 +1,66 @@
+"""Where user turns come from: a terminal with history and completion, or the lines of a pipe.
+
+Invariant: `read` gives None once at the end and raises KeyboardInterrupt only from a terminal's Ctrl-C. Must not know
+what a line means.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol, TextIO
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+
+
+class Inputs(Protocol):
+    interactive: bool
+
+    def read(self, prompt: str) -> str | None: ...
+
+
+class TerminalInputs:
+    """prompt_toolkit: history (kept in a file where one is given), slash completion, Alt-Enter for a new line."""
+
+    interactive = True
+
+    def __init__(self, commands: Iterable[str], history: Path | None = None) -> None:
+        if history is not None:
+            history.parent.mkdir(parents=True, exist_ok=True)
+        keys = KeyBindings()
+
+        @keys.add("escape", "enter")
+        def _new_line(event: KeyPressEvent) -> None:
+            event.current_buffer.insert_text("\n")
+
+        self._session: PromptSession[str] = PromptSession(
+            history=InMemoryHistory() if history is None else FileHistory(str(history)),
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            key_bindings=keys,
+        )
+
+    def read(self, prompt: str) -> str | None:
+        try:
+            return self._session.prompt(prompt)
+        except EOFError:
+            return None
+
+
+class LineInputs:
+    """Every line of a text file that is not blank."""
+
+    interactive = False
+
+    def __init__(self, lines: TextIO | None = None) -> None:
+        self._lines = lines or sys.stdin
+
+    def read(self, prompt: str) -> str | None:
+        for line in self._lines:
+            if line.strip():
+                return line.rstrip("\r\n")
+        return None
