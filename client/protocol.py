@@ -226,7 +226,7 @@ class MetricFamily:
 
 
 _LENGTH_BUCKETS = (10.0, 50.0, 100.0, 500.0, 1000.0)
-_LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+_LATENCY_BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 METRICS: Mapping[str, MetricFamily] = {
     family.name: family
     for family in (
