@@ -18,6 +18,7 @@ SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
 BLOCK = 128  # rows and columns of one FP8 scale block, channels of one activation group
 MXFP4_GROUP = 32  # values that share one MXFP4 scale byte
+HARMONY_VOCAB_SIZE = 201088  # rows of the embedding in every gpt-oss checkpoint
 HARMONY_STOP_IDS = (200002, 199999, 200012)  # return, endoftext, call: generation_config.json of the checkpoints
 
 Experts = Literal["mxfp4", "fp8_block128"]
