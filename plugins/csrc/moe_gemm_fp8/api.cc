@@ -1,0 +1,267 @@
+// Is the call legal? The C functions of moe_gemm_fp8: checks with the values in their texts, then
+// plan, then launch.
+#include <cuda_runtime_api.h>
+
+#include <cinttypes>
+#include <cstdint>
+
+#include "core/status.h"
+#include "gptoss_trt.h"
+#include "moe_gemm_fp8/launch.h"
+#include "moe_gemm_fp8/plan.h"
+
+namespace gptoss::moe {
+namespace {
+
+using Args = gptoss_trt_moe_gemm_args;
+
+constexpr int kMaxExperts = 1024;
+constexpr int kMaxTopK = 32;
+constexpr int kMaxGridY = 65535;  // CUDA's limit, met by the SIMT plan only
+constexpr uint32_t kKnownFlags = GPTOSS_TRT_MOE_DEPENDENT_LAUNCH | GPTOSS_TRT_MOE_ROUTING_READY;
+
+gptoss_trt_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
+  if (value >= low && value <= high) return GPTOSS_TRT_OK;
+  return fail(GPTOSS_TRT_INVALID_ARGUMENT,
+              "moe_gemm_fp8: %s is %" PRId64 ", outside %" PRId64 " to %" PRId64, name, value, low,
+              high);
+}
+
+gptoss_trt_status check_columns(int n, int k) {
+  if (n < 2 || n % 2 != 0) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: n is %d, not a positive even number",
+                n);
+  }
+  if (k < 32 || k % 32 != 0) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: k is %d, not a multiple of 32", k);
+  }
+  return GPTOSS_TRT_OK;
+}
+
+gptoss_trt_status check_sizes(const Args* args) {
+  if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: args is null");
+  if (args->size != sizeof(Args)) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
+                "moe_gemm_fp8: args->size is %" PRIu32 ", this library's struct has %zu bytes",
+                args->size, sizeof(Args));
+  }
+  struct Range {
+    const char* name;
+    int64_t value, low, high;
+  };
+  const Range ranges[] = {
+      {"product", args->product, GPTOSS_TRT_MOE_GATE_UP, GPTOSS_TRT_MOE_DOWN},
+      {"storage", args->storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8},
+      {"scale_mode", args->scale_mode, GPTOSS_TRT_SCALE_STATIC, GPTOSS_TRT_SCALE_BLOCK64},
+      {"plan", args->plan, GPTOSS_TRT_MOE_PLAN_AUTO, GPTOSS_TRT_MOE_PLAN_WGMMA},
+      {"k_split", args->k_split, 0, kMaxSplit},
+      {"experts", args->experts, 1, kMaxExperts},
+      {"top_k", args->top_k, 1, kMaxTopK},
+      {"max_tokens", args->max_tokens, 0, INT32_MAX / kMaxTopK},
+      {"tokens", args->tokens, 0, args->max_tokens},
+  };
+  for (const Range& range : ranges) {
+    const auto status = check_range(range.name, range.value, range.low, range.high);
+    if (status != GPTOSS_TRT_OK) return status;
+  }
+  if (args->product == GPTOSS_TRT_MOE_DOWN) {
+    const auto status =
+        check_range("out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32);
+    if (status != GPTOSS_TRT_OK) return status;
+  }
+  if ((args->flags & ~kKnownFlags) != 0) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: flags 0x%" PRIx32 " are unknown",
+                args->flags & ~kKnownFlags);
+  }
+  return check_columns(args->n, args->k);
+}
+
+gptoss_trt_status check_pointer(const char* name, const void* pointer, uint64_t alignment) {
+  if (pointer == nullptr) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: %s is null", name);
+  }
+  if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: %s at %p is not aligned to %" PRIu64,
+                name, pointer, alignment);
+  }
+  return GPTOSS_TRT_OK;
+}
+
+gptoss_trt_status check_pointers(const Args& args) {
+  const bool gate_up = args.product == GPTOSS_TRT_MOE_GATE_UP;
+  const bool is_static = args.scale_mode == GPTOSS_TRT_SCALE_STATIC;
+  struct Need {
+    const char* name;
+    const void* pointer;
+    uint64_t alignment;
+    bool needed;
+  };
+  const Need needs[] = {
+      {"weights", args.weights, 128, true},
+      {"bias", args.bias, 4, args.bias != nullptr},
+      {"x", args.x, 16, true},
+      {"x_scale", args.x_scale, 4, gate_up || !is_static},
+      {"expert_offsets", args.expert_offsets, 4, true},
+      {"row_slots", args.row_slots, 4, true},
+      {"expert_weights", args.expert_weights, 4, !gate_up},
+      {"out", args.out, 8, true},
+      {"out_scale", args.out_scale, 4, gate_up && !is_static},
+  };
+  for (const Need& need : needs) {
+    if (!need.needed) continue;
+    const auto status = check_pointer(need.name, need.pointer, need.alignment);
+    if (status != GPTOSS_TRT_OK) return status;
+  }
+  return GPTOSS_TRT_OK;
+}
+
+gptoss_trt_status check_workspace(const Args& args, const WorkspaceLayout& layout) {
+  if (layout.total_bytes == 0) return GPTOSS_TRT_OK;
+  if (args.workspace_bytes < layout.total_bytes) {
+    return fail(GPTOSS_TRT_WORKSPACE_TOO_SMALL,
+                "moe_gemm_fp8: workspace has %" PRIu64 " bytes, %" PRIu64
+                " are needed for max_tokens %" PRId32,
+                args.workspace_bytes, layout.total_bytes, args.max_tokens);
+  }
+  return check_pointer("workspace", args.workspace, 256);
+}
+
+gptoss_trt_status cuda_failure(const char* what, cudaError_t error) {
+  return fail(GPTOSS_TRT_CUDA_ERROR, "moe_gemm_fp8: %s failed: %s", what,
+              cudaGetErrorString(error));
+}
+
+Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& layout) {
+  const bool gate_up = args.product == GPTOSS_TRT_MOE_GATE_UP;
+  const bool is_static = args.scale_mode == GPTOSS_TRT_SCALE_STATIC;
+  const auto storage = static_cast<Storage>(args.storage);
+  auto* workspace = static_cast<uint8_t*>(args.workspace);
+  Params p{};
+  p.weights = static_cast<const uint8_t*>(args.weights);
+  p.bias = static_cast<const uint16_t*>(args.bias);
+  p.x = static_cast<const uint8_t*>(args.x);
+  p.x_scale = gate_up || !is_static ? args.x_scale : nullptr;
+  p.expert_offsets = args.expert_offsets;
+  p.row_slots = args.row_slots;
+  p.expert_weights = args.expert_weights;
+  p.out = args.out;
+  p.out_scale = args.out_scale;
+  if (workspace != nullptr) {
+    p.split_tickets = reinterpret_cast<int32_t*>(workspace + layout.split_tickets);
+    p.group_tickets = reinterpret_cast<int32_t*>(workspace + layout.group_tickets);
+    p.h_values = reinterpret_cast<float*>(workspace + layout.h_values);
+    p.partials = reinterpret_cast<float*>(workspace + layout.partials);
+  }
+  p.expert_bytes = expert_bytes(storage, args.n, args.k);
+  p.strip_bytes = strip_bytes(storage, args.k);
+  p.limit = args.limit;
+  p.alpha = args.alpha;
+  p.experts = args.experts;
+  p.top_k = args.top_k;
+  p.n = args.n;
+  p.k = args.k;
+  p.strips = strips(args.n);
+  p.records = records(args.k);
+  p.tail_halves = tail_halves(args.k);
+  p.rows = args.tokens * args.top_k;
+  p.x_rows = gate_up ? args.tokens : p.rows;
+  p.scale_group = gate_up ? scale_group(args.scale_mode) : 0;
+  p.out_fp32 = args.out_dtype == GPTOSS_TRT_FP32;
+  p.token_block = plan.token_block;
+  p.k_split = plan.k_split;
+  p.routing_ready = (args.flags & GPTOSS_TRT_MOE_ROUTING_READY) != 0;
+  p.shared = plan.shared;
+  return p;
+}
+
+gptoss_trt_status check_plan(const Args& args, const Plan& plan) {
+  if (plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT) {
+    if (args.tokens * args.top_k <= kMaxGridY) return GPTOSS_TRT_OK;
+    return fail(GPTOSS_TRT_UNSUPPORTED, "moe_gemm_fp8: the SIMT plan takes %d rows at most, not %d",
+                kMaxGridY, args.tokens * args.top_k);
+  }
+  if (plan.shared.total_bytes <= kSharedBytesLimit) return GPTOSS_TRT_OK;
+  return fail(GPTOSS_TRT_UNSUPPORTED,
+              "moe_gemm_fp8: k %d with %d tokens a block needs %d bytes of shared memory, more than "
+              "%d",
+              args.k, plan.token_block, plan.shared.total_bytes, kSharedBytesLimit);
+}
+
+gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
+  const Plan plan = make_plan(args);
+  const WorkspaceLayout layout = make_workspace(args);
+  gptoss_trt_status status = check_plan(args, plan);
+  if (status == GPTOSS_TRT_OK) status = check_workspace(args, layout);
+  if (status != GPTOSS_TRT_OK || args.tokens == 0) return status;
+  int device = 0, major = 0, multiprocessors = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return cuda_failure("cudaGetDevice", error);
+  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (error != cudaSuccess) return cuda_failure("cudaDeviceGetAttribute", error);
+  if (major != 9) {
+    return fail(GPTOSS_TRT_UNSUPPORTED,
+                "moe_gemm_fp8: compute capability %d.x, the library holds sm_90a code only", major);
+  }
+  const LaunchOptions options{args.product == GPTOSS_TRT_MOE_GATE_UP,
+                              args.product == GPTOSS_TRT_MOE_DOWN &&
+                                  args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64,
+                              (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors,
+                              stream};
+  const Params params = make_params(args, plan, layout);
+  const auto storage = static_cast<Storage>(args.storage);
+  error = plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT ? launch_simt(storage, params, options)
+                                                : launch_wgmma(storage, params, options);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
+}
+
+}  // namespace
+}  // namespace gptoss::moe
+
+extern "C" gptoss_trt_status gptoss_trt_moe_weight_bytes(int32_t storage, int32_t n, int32_t k,
+                                                         uint64_t* bytes) {
+  using namespace gptoss::moe;
+  if (bytes == nullptr) {
+    return gptoss::fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_weight_bytes: bytes is null");
+  }
+  gptoss_trt_status status =
+      check_range("storage", storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8);
+  if (status == GPTOSS_TRT_OK) status = check_columns(n, k);
+  if (status != GPTOSS_TRT_OK) return status;
+  *bytes = static_cast<uint64_t>(expert_bytes(static_cast<Storage>(storage), n, k));
+  return GPTOSS_TRT_OK;
+}
+
+extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8_workspace(const gptoss_trt_moe_gemm_args* args,
+                                                               uint64_t* bytes) {
+  using namespace gptoss::moe;
+  const gptoss_trt_status status = check_sizes(args);
+  if (status != GPTOSS_TRT_OK) return status;
+  if (bytes == nullptr) {
+    return gptoss::fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8_workspace: bytes is null");
+  }
+  *bytes = make_workspace(*args).total_bytes;
+  return GPTOSS_TRT_OK;
+}
+
+extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_moe_gemm_args* args,
+                                                             gptoss_trt_stream stream) {
+  using namespace gptoss::moe;
+  gptoss_trt_status status = check_sizes(args);
+  if (status != GPTOSS_TRT_OK) return status;
+  const WorkspaceLayout layout = make_workspace(*args);
+  status = check_workspace(*args, layout);
+  if (status != GPTOSS_TRT_OK || layout.counter_bytes == 0) return status;
+  const cudaError_t error = cudaMemsetAsync(args->workspace, 0, layout.counter_bytes,
+                                            static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("cudaMemsetAsync", error);
+}
+
+extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
+                                                     gptoss_trt_stream stream) {
+  using namespace gptoss::moe;
+  gptoss_trt_status status = check_sizes(args);
+  if (status == GPTOSS_TRT_OK && args->tokens > 0) status = check_pointers(*args);
+  if (status != GPTOSS_TRT_OK) return status;
+  return launch(*args, static_cast<cudaStream_t>(stream));
+}

@@ -1,0 +1,48 @@
+// What the device code of moe_gemm_fp8 is given, by value.
+#ifndef GPTOSS_TRT_MOE_GEMM_FP8_PARAMS_H_
+#define GPTOSS_TRT_MOE_GEMM_FP8_PARAMS_H_
+
+#include <cstdint>
+
+#include "moe_gemm_fp8/plan.h"
+
+namespace gptoss::moe {
+
+struct Params {
+  const uint8_t* weights;
+  const uint16_t* bias;  // bf16 bits, or null
+  const uint8_t* x;
+  const float* x_scale;  // null: the static scale
+  const int32_t* expert_offsets;
+  const int32_t* row_slots;
+  const float* expert_weights;
+  void* out;
+  float* out_scale;
+  int32_t* split_tickets;
+  int32_t* group_tickets;
+  float* h_values;
+  float* partials;
+  int64_t expert_bytes;
+  int64_t strip_bytes;
+  float limit;
+  float alpha;
+  int experts;
+  int top_k;
+  int n;
+  int k;
+  int strips;
+  int records;
+  int tail_halves;
+  int rows;         // P
+  int x_rows;       // rows of x, the stride of x_scale
+  int scale_group;  // channels of h that share a scale, 0 static
+  int out_fp32;
+  int token_block;
+  int k_split;
+  int routing_ready;  // offsets may be read before dependency_wait
+  SharedLayout shared;
+};
+
+}  // namespace gptoss::moe
+
+#endif  // GPTOSS_TRT_MOE_GEMM_FP8_PARAMS_H_

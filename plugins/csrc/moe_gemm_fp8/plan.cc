@@ -1,0 +1,123 @@
+#include "moe_gemm_fp8/plan.h"
+
+#include <algorithm>
+
+namespace gptoss::moe {
+namespace {
+
+constexpr int kBarrierBytes = 8;
+constexpr int kSharedAlignment = 128;
+constexpr uint64_t kWorkspaceAlignment = 256;
+
+int align_shared(int bytes) { return ceil_div(bytes, kSharedAlignment) * kSharedAlignment; }
+
+uint64_t align_workspace(uint64_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
+
+// An expert never has more rows than there are tokens.
+int token_block_for(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : kMaxTokenBlock; }
+
+int split_for(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  if (args.k_split > 0) return args.k_split;
+  if (tokens > kSplitTokens) return 1;
+  return std::min(4, records(args.k));
+}
+
+uint64_t rows(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  return static_cast<uint64_t>(tokens) * args.top_k;
+}
+
+uint64_t most_token_blocks(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  const uint64_t count = rows(args, tokens);
+  return std::min<uint64_t>(args.experts, count) + count / kMaxTokenBlock;
+}
+
+int groups_per_row(const gptoss_trt_moe_gemm_args& args) {
+  const int group = scale_group(args.scale_mode);
+  return group == 0 ? 0 : ceil_div(args.n / 2, group);
+}
+
+uint64_t partial_bytes(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  const int split = split_for(args, tokens);
+  if (split == 1 || args.plan == GPTOSS_TRT_MOE_PLAN_SIMT) return 0;
+  return most_token_blocks(args, tokens) * strips(args.n) * split * kStripRows *
+         token_block_for(tokens) * sizeof(float);
+}
+
+SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) {
+  const auto storage = static_cast<Storage>(args.storage);
+  const int scale_rows = args.product == GPTOSS_TRT_MOE_DOWN &&
+                                 args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64
+                             ? 2 * records(args.k)
+                             : records(args.k);
+  SharedLayout shared{};
+  int end = 0;
+  const auto take = [&end](int bytes) {
+    const int at = end;
+    end += align_shared(bytes);
+    return at;
+  };
+  shared.barriers = take((2 * kMaxStages + 4) * kBarrierBytes);
+  shared.table = take(static_cast<int>(sizeof(CodeTable)) + 16);
+  shared.offsets = take(2 * (args.experts + 1) * static_cast<int>(sizeof(int32_t)));
+  shared.row_info = take(3 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
+  shared.tokens = take(records(args.k) * kRecordColumns * token_block);
+  shared.scales = take(scale_rows * token_block * static_cast<int>(sizeof(float)));
+  shared.partials = take(2 * (kConsumers - 1) * kStripRows * token_block *
+                         static_cast<int>(sizeof(float)));
+  shared.stage_bytes = align_shared(record_bytes(storage, 2));
+  shared.ring = end;
+  shared.stages = std::min(kMaxStages, (kSharedBytesLimit - end) / shared.stage_bytes);
+  shared.total_bytes = end + std::max(shared.stages, kMinStages) * shared.stage_bytes;
+  return shared;
+}
+
+}  // namespace
+
+int scale_group(int scale_mode) {
+  return scale_mode == GPTOSS_TRT_SCALE_BLOCK128  ? 128
+         : scale_mode == GPTOSS_TRT_SCALE_BLOCK64 ? 64
+                                                  : 0;
+}
+
+Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
+  Plan plan{};
+  plan.kind = args.plan == GPTOSS_TRT_MOE_PLAN_SIMT ? GPTOSS_TRT_MOE_PLAN_SIMT
+                                                    : GPTOSS_TRT_MOE_PLAN_WGMMA;
+  plan.token_block = token_block_for(args.tokens);
+  plan.k_split = plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT ? 1 : split_for(args, args.tokens);
+  plan.shared = make_shared(args, plan.token_block);
+  return plan;
+}
+
+WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
+  WorkspaceLayout layout{};
+  const int most = args.max_tokens;
+  const uint64_t blocks = most_token_blocks(args, most);
+  const bool quantises = args.product == GPTOSS_TRT_MOE_GATE_UP;
+  const bool through_values = quantises && (groups_per_row(args) > 0 ||
+                                            args.plan == GPTOSS_TRT_MOE_PLAN_SIMT);
+  uint64_t partials = args.k_split > 1 ? partial_bytes(args, most) : 0;
+  if (args.k_split == 0) {
+    for (int tokens = 1; tokens <= std::min(most, kSplitTokens); ++tokens) {
+      partials = std::max(partials, partial_bytes(args, tokens));
+    }
+  }
+  uint64_t end = 0;
+  const auto take = [&end](uint64_t bytes) {
+    const uint64_t at = end;
+    end += align_workspace(bytes);
+    return at;
+  };
+  layout.split_tickets = take(partials > 0 ? blocks * strips(args.n) * sizeof(int32_t) : 0);
+  layout.group_tickets =
+      take(quantises ? blocks * groups_per_row(args) * sizeof(int32_t) : 0);
+  layout.counter_bytes = end;
+  layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
+  layout.partials = take(partials);
+  layout.total_bytes = end;
+  return layout;
+}
+
+}  // namespace gptoss::moe

@@ -1,0 +1,71 @@
+// From a description of the product to a configuration: a pure function of sizes, tested without a
+// GPU. Knows no pointers and no CUDA.
+#ifndef GPTOSS_TRT_MOE_GEMM_FP8_PLAN_H_
+#define GPTOSS_TRT_MOE_GEMM_FP8_PLAN_H_
+
+#include <cstdint>
+
+#include "gptoss_trt.h"
+#include "moe_gemm_fp8/layout.h"
+
+namespace gptoss::moe {
+
+// Warpgroups that multiply; they take the records of K in turn, so the order of a sum depends on
+// this number. One more warp feeds the ring.
+constexpr int kConsumers = 4;
+constexpr int kConsumerThreads = kConsumers * 128;
+constexpr int kThreads = kConsumerThreads + 32;
+constexpr int kMaxTokenBlock = 32;
+constexpr int kMaxStages = 32;
+constexpr int kMinStages = kConsumers;
+constexpr int kMaxSplit = 8;
+// sm_90: what one block may take, less what the kernels declare statically.
+constexpr int kSharedBytesLimit = 227 * 1024 - 128;
+// Up to this many tokens the experts in use are too few strips for all multiprocessors.
+constexpr int kSplitTokens = 2;
+
+// Byte offsets into the block's dynamic shared memory.
+struct SharedLayout {
+  int barriers;       // full[kMaxStages], empty[kMaxStages], partial full[2], partial free[2]
+  int table;          // code table, then 16 zero bytes
+  int offsets;        // [E + 1] rows, then [E + 1] token blocks before an expert
+  int row_info;       // per token of the block: source row, output row, routing weight
+  int tokens;         // e4m3 core matrices [K / 16][token block / 8][8][16]
+  int scales;         // f32 [scale groups][token block]
+  int partials;       // 2 x (kConsumers - 1) fragments of f32 [64 x token block]
+  int ring;           // stages of one record
+  int stage_bytes;
+  int stages;
+  int total_bytes;
+};
+
+// Byte offsets into the caller's workspace. `counter_bytes` from the start are counters.
+struct WorkspaceLayout {
+  uint64_t split_tickets;  // i32 [token blocks][strips]
+  uint64_t group_tickets;  // i32 [token blocks][groups of h that share a scale]
+  uint64_t counter_bytes;
+  uint64_t h_values;  // f32 [P, n / 2] before quantisation
+  uint64_t partials;  // f32 [token blocks][strips][k_split][64 x token block]
+  uint64_t total_bytes;
+};
+
+struct Plan {
+  gptoss_trt_moe_plan kind;
+  int token_block;  // rows of an expert that one pass over its weights serves
+  int k_split;
+  SharedLayout shared;  // of the WGMMA plan
+};
+
+// Rows of h (pairs of weight rows) that share one scale: 128, 64, or 0 for static.
+int scale_group(int scale_mode);
+
+// Tiles for a call with args->tokens tokens. `shared.total_bytes` may exceed kSharedBytesLimit: the
+// caller refuses then.
+Plan make_plan(const gptoss_trt_moe_gemm_args& args);
+
+// Depends on max_tokens, not on tokens.
+WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args);
+
+}  // namespace gptoss::moe
+
+#endif  // GPTOSS_TRT_MOE_GEMM_FP8_PLAN_H_

@@ -1,0 +1,472 @@
+// The decode plan of moe_gemm_fp8. One producer warp streams records of weights through a ring in
+// shared memory; four warpgroups take the records in turn, expand them in registers and multiply
+// them (M operand) with the block's tokens (N operand, whole in shared memory). At the end of an
+// item one of the four adds the four sums in a fixed order and finishes the strip while the others
+// go on.
+//
+// Invariant: a result depends on its own row of x, its expert's weights and (plan, k_split) only,
+// never on which block computed it, on its neighbours or on the order of arrival.
+#ifndef GPTOSS_TRT_MOE_GEMM_FP8_WGMMA_KERNEL_CUH_
+#define GPTOSS_TRT_MOE_GEMM_FP8_WGMMA_KERNEL_CUH_
+
+#include <cstdint>
+
+#include "core/ptx.cuh"
+#include "moe_gemm_fp8/epilogue.cuh"
+#include "moe_gemm_fp8/params.h"
+#include "moe_gemm_fp8/schedule.cuh"
+#include "moe_gemm_fp8/weight_reader.cuh"
+
+namespace gptoss::moe {
+
+__constant__ constexpr CodeTable kCodeTable = make_code_table();
+
+constexpr int kTokensBarrier = 1;       // named barrier of all consumers
+constexpr int kWarpgroupBarrier = 2;    // and of warpgroup w: kWarpgroupBarrier + w
+constexpr int kCoreRows = 8;            // tokens of one core matrix
+constexpr int kCoreBytes = 128;
+constexpr int kBarrierBytes = 8;
+
+enum class Product : int { kGateUp = 1, kDown = 2 };
+
+// Views of the block's shared memory.
+struct Shared {
+  uint8_t* base;
+  const SharedLayout& at;
+
+  __device__ uint32_t address(int offset) const { return shared_address(base + offset); }
+  __device__ uint32_t full(int stage) const { return address(at.barriers) + stage * kBarrierBytes; }
+  __device__ uint32_t empty(int stage) const { return full(kMaxStages + stage); }
+  __device__ uint32_t partial_full(int buffer) const { return full(2 * kMaxStages + buffer); }
+  __device__ uint32_t partial_free(int buffer) const { return full(2 * kMaxStages + 2 + buffer); }
+  __device__ uint32_t stage(int index) const { return address(at.ring) + index * at.stage_bytes; }
+  __device__ int32_t* rows_before() const { return reinterpret_cast<int32_t*>(base + at.offsets); }
+  __device__ int32_t* source_row() const { return reinterpret_cast<int32_t*>(base + at.row_info); }
+  __device__ int32_t* slot() const { return source_row() + kMaxTokenBlock; }
+  __device__ float* weight() const { return reinterpret_cast<float*>(slot() + kMaxTokenBlock); }
+  __device__ float* scales() const { return reinterpret_cast<float*>(base + at.scales); }
+};
+
+// Columns of the instruction that serves `rows` tokens.
+__device__ __forceinline__ int instruction_tokens(int rows) {
+  return rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
+}
+
+// ---- tokens ---------------------------------------------------------------------------------
+
+// Brings 64 columns of one token in the order that the weights have: word 4a + c of the run
+// becomes word 4c + a.
+__device__ __forceinline__ void copy_token_run(const Params& p, const uint8_t* source, int column,
+                                               uint8_t* target, int chunk_stride) {
+  uint4 in[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    in[i] = source != nullptr && column + 16 * i < p.k
+                ? __ldg(reinterpret_cast<const uint4*>(source + column) + i)
+                : make_uint4(0, 0, 0, 0);
+  }
+  *reinterpret_cast<uint4*>(target) = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
+  *reinterpret_cast<uint4*>(target + chunk_stride) =
+      make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
+  *reinterpret_cast<uint4*>(target + 2 * chunk_stride) =
+      make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
+  *reinterpret_cast<uint4*>(target + 3 * chunk_stride) =
+      make_uint4(in[0].w, in[1].w, in[2].w, in[3].w);
+}
+
+// All consumers bring the item's token block, its scales and what the epilogue needs of its rows.
+template <Product kProduct, bool kScale64>
+__device__ inline void load_tokens(const Params& p, const Shared& shared, const Item& item) {
+  const int thread = threadIdx.x;
+  const int tokens = instruction_tokens(item.rows);
+  named_barrier_sync(kTokensBarrier, kConsumerThreads);  // nobody reads the old block any more
+  if (thread < tokens) {
+    const bool present = thread < item.rows;
+    const int row = item.first_row + thread;
+    const int slot = present ? __ldg(p.row_slots + row) : 0;
+    shared.slot()[thread] = slot;
+    shared.source_row()[thread] = kProduct == Product::kGateUp ? slot / p.top_k : row;
+    shared.weight()[thread] =
+        kProduct == Product::kDown && present ? __ldg(p.expert_weights + slot) : 0.0f;
+  }
+  named_barrier_sync(kTokensBarrier, kConsumerThreads);
+  const int groups_of_8 = tokens / kCoreRows;
+  const int chunk_stride = groups_of_8 * kCoreBytes;  // bytes between 16-column chunks
+  const int runs = p.records * (kRecordColumns / kHalfColumns);
+  for (int i = thread; i < runs * tokens; i += kConsumerThreads) {
+    const int inside = i % kCoreRows;
+    const int group = i / kCoreRows % groups_of_8;
+    const int run = i / tokens;
+    const int token = group * kCoreRows + inside;
+    const uint8_t* source =
+        token < item.rows ? p.x + static_cast<int64_t>(shared.source_row()[token]) * p.k : nullptr;
+    uint8_t* target = shared.base + shared.at.tokens + run * 4 * chunk_stride +
+                      group * kCoreBytes + inside * 16;
+    copy_token_run(p, source, run * kHalfColumns, target, chunk_stride);
+  }
+  const int scale_rows = kScale64 ? ceil_div(p.k, kHalfColumns) : p.records;
+  const int scale_slots = kScale64 ? 2 * p.records : p.records;
+  for (int i = thread; i < scale_slots * tokens; i += kConsumerThreads) {
+    const int token = i % tokens;
+    const int group = i / tokens;
+    float scale = 0.0f;
+    if (token < item.rows && group < scale_rows) {
+      scale = p.x_scale == nullptr
+                  ? kStaticScale
+                  : __ldg(p.x_scale + static_cast<int64_t>(group) * p.x_rows +
+                          shared.source_row()[token]);
+    }
+    shared.scales()[i] = scale;
+  }
+  async_proxy_fence();
+  named_barrier_sync(kTokensBarrier, kConsumerThreads);
+}
+
+// ---- products -------------------------------------------------------------------------------
+
+// The bias of this thread's two rows in every column, or zeros.
+template <int kTokens>
+__device__ __forceinline__ void start_sum(const Params& p, const Item& item, int thread,
+                                          bool with_bias, float (&sum)[kTokens / 2]) {
+  float low = 0.0f, high = 0.0f;
+  const int row = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
+  if (with_bias && row < p.n) {  // n is even
+    const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(
+        p.bias + static_cast<int64_t>(item.expert) * p.n + row));
+    low = __uint_as_float(pair << 16);
+    high = __uint_as_float(pair & 0xFFFF0000u);
+  }
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    sum[4 * j] = low;
+    sum[4 * j + 1] = low;
+    sum[4 * j + 2] = high;
+    sum[4 * j + 3] = high;
+  }
+}
+
+// sum += acc x (weight scale x activation scale of the column).
+template <int kTokens>
+__device__ __forceinline__ void promote(const float (&acc)[kTokens / 2], float weight_scale,
+                                        uint32_t scales, float (&sum)[kTokens / 2]) {
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    const float2 scale = load_shared_f64(scales + j * 32);
+    const float first = weight_scale * scale.x;
+    const float second = weight_scale * scale.y;
+    sum[4 * j] = fmaf(acc[4 * j], first, sum[4 * j]);
+    sum[4 * j + 1] = fmaf(acc[4 * j + 1], second, sum[4 * j + 1]);
+    sum[4 * j + 2] = fmaf(acc[4 * j + 2], first, sum[4 * j + 2]);
+    sum[4 * j + 3] = fmaf(acc[4 * j + 3], second, sum[4 * j + 3]);
+  }
+}
+
+// This warpgroup's share of an item: records r with r % kConsumers == warpgroup.
+template <Storage kStorage, bool kScale64, int kTokens>
+__device__ __forceinline__ void multiply(const Params& p, const Shared& shared, const Item& item,
+                                         RingPosition ring, int warpgroup, int thread,
+                                         float (&sum)[kTokens / 2]) {
+  constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
+  constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
+  const uint32_t table = shared.address(shared.at.table);
+  const uint64_t tokens =
+      wgmma_descriptor(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
+  const uint32_t scales = shared.address(shared.at.scales) + thread % 4 * 8;
+  const int skip = (warpgroup - item.record_begin) & (kConsumers - 1);
+  ring.advance(skip, shared.at.stages);
+  for (int record = item.record_begin + skip; record < item.record_end; record += kConsumers) {
+    barrier_wait(shared.full(ring.stage), ring.parity);
+    const uint32_t stage = shared.stage(ring.stage);
+    const bool second_half = record + 1 < p.records || p.tail_halves == 2;
+    Fragments a;
+    WeightReader<kStorage>::load(stage, table, thread, second_half, a);
+    const float weight_scale = load_shared_f32(stage);
+    wgmma_operands_ready(a);
+    __syncwarp();
+    if (thread % 32 == 0) barrier_arrive(shared.empty(ring.stage));
+    const uint64_t b = tokens + record * (kInstructionsPerRecord * kInstructionStep);
+    if constexpr (kScale64) {
+      float first[kTokens / 2], second[kTokens / 2];
+      wgmma_fence();
+      wgmma_e4m3<kTokens>(first, a[0], b, 0);
+      wgmma_e4m3<kTokens>(first, a[1], b + kInstructionStep, 1);
+      wgmma_e4m3<kTokens>(second, a[2], b + 2 * kInstructionStep, 0);
+      wgmma_e4m3<kTokens>(second, a[3], b + 3 * kInstructionStep, 1);
+      wgmma_commit();
+      wgmma_wait_all();
+      wgmma_settle(first);
+      wgmma_settle(second);
+      const uint32_t row = scales + 2 * record * kTokens * 4;
+      promote<kTokens>(first, weight_scale, row, sum);
+      promote<kTokens>(second, weight_scale, row + kTokens * 4, sum);
+    } else {
+      float acc[kTokens / 2];
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < kInstructionsPerRecord; ++i) {
+        wgmma_e4m3<kTokens>(acc, a[i], b + i * kInstructionStep, i);
+      }
+      wgmma_commit();
+      wgmma_wait_all();
+      wgmma_settle(acc);
+      promote<kTokens>(acc, weight_scale, scales + record * kTokens * 4, sum);
+    }
+    ring.advance(kConsumers, shared.at.stages);
+  }
+}
+
+// ---- the end of an item -----------------------------------------------------------------------
+
+// Brings the four warpgroups' sums together: true in the one that holds the total afterwards. The
+// order is that of the warpgroups, whoever adds.
+template <int kTokens>
+__device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int warpgroup,
+                                        int thread, float (&sum)[kTokens / 2]) {
+  const int adder = ordinal & (kConsumers - 1);
+  const int buffer = ordinal & 1;
+  const uint32_t parity = (ordinal >> 1) & 1;
+  constexpr int kFragmentBytes = kStripRows * kTokens * 4;
+  uint8_t* partials =
+      shared.base + shared.at.partials + buffer * (kConsumers - 1) * kFragmentBytes + thread * 16;
+  if (warpgroup != adder) {
+    barrier_wait(shared.partial_free(buffer), parity ^ 1);
+    const int place = warpgroup - (warpgroup > adder ? 1 : 0);
+#pragma unroll
+    for (int j = 0; j < kTokens / 8; ++j) {
+      *reinterpret_cast<float4*>(partials + place * kFragmentBytes + j * 128 * 16) =
+          make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+    }
+    barrier_arrive(shared.partial_full(buffer));
+    return false;
+  }
+  barrier_wait(shared.partial_full(buffer), parity);
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    const float4 own = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < kConsumers; ++w) {
+      const int place = w - (w > adder ? 1 : 0);
+      float4 value = own;
+      if (w != adder) {
+        value = *reinterpret_cast<const float4*>(partials + place * kFragmentBytes + j * 128 * 16);
+      }
+      total = w == 0 ? value
+                     : make_float4(total.x + value.x, total.y + value.y, total.z + value.z,
+                                   total.w + value.w);
+    }
+    sum[4 * j] = total.x;
+    sum[4 * j + 1] = total.y;
+    sum[4 * j + 2] = total.z;
+    sum[4 * j + 3] = total.w;
+  }
+  barrier_arrive(shared.partial_free(buffer));
+  return true;
+}
+
+// Counts an arrival at `ticket`; true in every thread of the warpgroup for the last of `expected`,
+// which finds the others' writes visible and the ticket at zero again.
+__device__ inline bool last_to_arrive(int32_t* ticket, int expected, int warpgroup, int thread) {
+  __shared__ int arrived[kConsumers];
+  __threadfence();
+  named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+  if (thread == 0) {
+    const int before = atomicAdd(ticket, 1);
+    if (before == expected - 1) *ticket = 0;
+    arrived[warpgroup] = before;
+  }
+  named_barrier_sync(kWarpgroupBarrier + warpgroup, 128);
+  const bool last = arrived[warpgroup] == expected - 1;
+  if (last) __threadfence();
+  return last;
+}
+
+// Adds the parts of K in order through the workspace: true in the warpgroup that came last.
+template <int kTokens>
+__device__ inline bool collect_parts(const Params& p, const Item& item, int warpgroup, int thread,
+                                     float (&sum)[kTokens / 2]) {
+  if (p.k_split == 1) return true;
+  const int64_t strip = static_cast<int64_t>(item.block) * p.strips + item.strip;
+  const int64_t part_floats = static_cast<int64_t>(kStripRows) * p.token_block;
+  float* parts = p.partials + strip * p.k_split * part_floats + thread * 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    __stcg(reinterpret_cast<float4*>(parts + item.part * part_floats + j * 512),
+           make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]));
+  }
+  if (!last_to_arrive(p.split_tickets + strip, p.k_split, warpgroup, thread)) return false;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    float4 total = __ldcg(reinterpret_cast<const float4*>(parts + j * 512));
+    for (int part = 1; part < p.k_split; ++part) {
+      const float4 value =
+          __ldcg(reinterpret_cast<const float4*>(parts + part * part_floats + j * 512));
+      total.x += value.x;
+      total.y += value.y;
+      total.z += value.z;
+      total.w += value.w;
+    }
+    sum[4 * j] = total.x;
+    sum[4 * j + 1] = total.y;
+    sum[4 * j + 2] = total.z;
+    sum[4 * j + 3] = total.w;
+  }
+  return true;
+}
+
+template <int kTokens>
+__device__ inline void finish_gate_up(const Params& p, const Item& item, int warpgroup, int thread,
+                                      const float (&sum)[kTokens / 2]) {
+  const int channels = p.n / 2;
+  const int channel = item.strip * (kStripRows / 2) + thread / 32 * 8 + thread % 32 / 4;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int token = 8 * j + thread % 4 * 2 + c;
+      if (token >= item.rows || channel >= channels) continue;
+      const float h = swiglu(sum[4 * j + c], sum[4 * j + 2 + c], p.limit, p.alpha);
+      const int64_t at = static_cast<int64_t>(item.first_row + token) * channels + channel;
+      if (p.scale_group == 0) {
+        static_cast<uint8_t*>(p.out)[at] = quantise_static(h);
+      } else {
+        __stcg(p.h_values + at, h);
+      }
+    }
+  }
+  if (p.scale_group == 0) return;
+  const int strips_per_group = p.scale_group / (kStripRows / 2);
+  const int groups = ceil_div(channels, p.scale_group);
+  const int group = item.strip / strips_per_group;
+  const int strips = min(strips_per_group, p.strips - group * strips_per_group);
+  int32_t* ticket = p.group_tickets + static_cast<int64_t>(item.block) * groups + group;
+  if (!last_to_arrive(ticket, strips, warpgroup, thread)) return;
+  for (int row = thread / 32; row < item.rows; row += 4) {
+    quantise_group(p, item.first_row + row, group);
+  }
+}
+
+template <int kTokens>
+__device__ inline void finish_down(const Params& p, const Shared& shared, const Item& item,
+                                   int thread, const float (&sum)[kTokens / 2]) {
+  const int channel = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int token = 8 * j + thread % 4 * 2 + c;
+      if (token >= item.rows || channel >= p.n) continue;
+      store_pair(p, shared.slot()[token], channel, shared.weight()[token], sum[4 * j + c],
+                 sum[4 * j + 2 + c]);
+    }
+  }
+}
+
+template <Storage kStorage, Product kProduct, bool kScale64, int kTokens>
+__device__ __forceinline__ void consume_item(const Params& p, const Shared& shared,
+                                             const Item& item, const RingPosition& ring,
+                                             int ordinal, int warpgroup, int thread) {
+  float sum[kTokens / 2];
+  const bool with_bias = warpgroup == 0 && item.part == 0 && p.bias != nullptr;
+  start_sum<kTokens>(p, item, thread, with_bias, sum);
+  multiply<kStorage, kScale64, kTokens>(p, shared, item, ring, warpgroup, thread, sum);
+  if (!collect<kTokens>(shared, ordinal, warpgroup, thread, sum)) return;
+  if (!collect_parts<kTokens>(p, item, warpgroup, thread, sum)) return;
+  if constexpr (kProduct == Product::kGateUp) {
+    finish_gate_up<kTokens>(p, item, warpgroup, thread, sum);
+  } else {
+    finish_down<kTokens>(p, shared, item, thread, sum);
+  }
+}
+
+// ---- roles ----------------------------------------------------------------------------------
+
+template <Storage kStorage>
+__device__ inline void produce(const Params& p, const Shared& shared) {
+  RingPosition ring;
+  int32_t* rows_before = shared.rows_before();
+  for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
+       cursor.advance()) {
+    const Item item = cursor.item();
+    const uint8_t* strip =
+        p.weights + item.expert * p.expert_bytes + item.strip * p.strip_bytes;
+    for (int record = item.record_begin; record < item.record_end; ++record) {
+      const int halves = record + 1 < p.records ? 2 : p.tail_halves;
+      const uint32_t bytes = record_bytes(kStorage, halves);
+      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
+      barrier_expect_bytes(shared.full(ring.stage), bytes);
+      bulk_copy(shared.stage(ring.stage),
+                strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes,
+                shared.full(ring.stage));
+      ring.advance(1, shared.at.stages);
+    }
+  }
+}
+
+template <Storage kStorage, Product kProduct, bool kScale64>
+__device__ inline void consume(const Params& p, const Shared& shared) {
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+  const int thread = threadIdx.x % 128;
+  RingPosition ring;
+  int32_t* rows_before = shared.rows_before();
+  int block = -1;
+  int ordinal = 0;
+  for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
+       cursor.advance(), ++ordinal) {
+    const Item item = cursor.item();
+    if (item.block != block) {
+      load_tokens<kProduct, kScale64>(p, shared, item);
+      block = item.block;
+    }
+    const int tokens = instruction_tokens(item.rows);
+    if (tokens == 8) {
+      consume_item<kStorage, kProduct, kScale64, 8>(p, shared, item, ring, ordinal, warpgroup,
+                                                    thread);
+    } else if (tokens == 16) {
+      consume_item<kStorage, kProduct, kScale64, 16>(p, shared, item, ring, ordinal, warpgroup,
+                                                     thread);
+    } else {
+      consume_item<kStorage, kProduct, kScale64, 32>(p, shared, item, ring, ordinal, warpgroup,
+                                                     thread);
+    }
+    ring.advance(item.record_end - item.record_begin, shared.at.stages);
+  }
+}
+
+template <Storage kStorage, Product kProduct, bool kScale64>
+__global__ void __launch_bounds__(kThreads, 1)
+    moe_gemm_wgmma_kernel(const __grid_constant__ Params p) {
+  extern __shared__ __align__(128) uint8_t dynamic_shared[];
+  const Shared shared{dynamic_shared, p.shared};
+  if (!p.routing_ready) dependency_wait();
+  if (threadIdx.x < 32) {
+    count_token_blocks(p, shared.rows_before(), shared.rows_before() + p.experts + 1);
+  } else if (threadIdx.x < 64) {
+    const int lane = threadIdx.x - 32;
+    for (int stage = lane; stage < p.shared.stages; stage += 32) {
+      barrier_init(shared.full(stage), 1);
+      barrier_init(shared.empty(stage), 4);  // the warps of the warpgroup that read it
+    }
+    if (lane < 2) {
+      barrier_init(shared.partial_full(lane), (kConsumers - 1) * 128);
+      barrier_init(shared.partial_free(lane), 128);
+    }
+    barrier_init_fence();
+  } else if (threadIdx.x < 64 + 2 * kTableRows + 4) {
+    const int word = threadIdx.x - 64;
+    reinterpret_cast<uint32_t*>(dynamic_shared + p.shared.table)[word] =
+        word < 2 * kTableRows ? kCodeTable.words[word / 2][word % 2] : 0;
+  }
+  __syncthreads();
+  if (threadIdx.x >= kConsumerThreads) {
+    if (threadIdx.x == kConsumerThreads) produce<kStorage>(p, shared);
+  } else {
+    if (p.routing_ready) dependency_wait();
+    dependents_launch();
+    consume<kStorage, kProduct, kScale64>(p, shared);
+  }
+}
+
+}  // namespace gptoss::moe
+
+#endif  // GPTOSS_TRT_MOE_GEMM_FP8_WGMMA_KERNEL_CUH_

@@ -1,0 +1,150 @@
+/* C interface of libgptoss_trt.so: the operators of gpt-oss on Hopper (sm_90a), for any framework.
+ *
+ * Rules that hold for every function here:
+ *  - It returns a gptoss_trt_status. On failure nothing was launched, no output was touched, and
+ *    gptoss_trt_last_error() of the same thread says which value broke which limit.
+ *  - It allocates nothing on the device, never synchronises and reads no device memory from the
+ *    host, so every call can be captured in a CUDA graph. Work is put on the given stream only.
+ *  - Pointers in argument structs are device pointers; the caller keeps them alive until the
+ *    stream has passed the call. A struct begins with its own size in bytes: a library that knows
+ *    a longer struct takes the missing tail as zero, one that knows a shorter struct refuses.
+ */
+#ifndef GPTOSS_TRT_H_
+#define GPTOSS_TRT_H_
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define GPTOSS_TRT_API __attribute__((visibility("default")))
+#else
+#define GPTOSS_TRT_API
+#endif
+
+#define GPTOSS_TRT_ABI_VERSION 1
+
+typedef enum gptoss_trt_status {
+  GPTOSS_TRT_OK = 0,
+  GPTOSS_TRT_INVALID_ARGUMENT = 1,    /* a null pointer, a size, an enum value, an alignment */
+  GPTOSS_TRT_UNSUPPORTED = 2,         /* valid, but not on this card or in this plan */
+  GPTOSS_TRT_WORKSPACE_TOO_SMALL = 3, /* the text says how many bytes are needed */
+  GPTOSS_TRT_CUDA_ERROR = 4           /* the runtime refused a launch; the text has its words */
+} gptoss_trt_status;
+
+/* A cudaStream_t; null is the legacy default stream. */
+typedef void* gptoss_trt_stream;
+
+/* The version this library was built with (GPTOSS_TRT_ABI_VERSION). Never fails. A caller compares
+ * it with the version it was written for before it calls anything else. */
+GPTOSS_TRT_API int32_t gptoss_trt_abi_version(void);
+
+/* The text of the calling thread's last failure, "" if there was none. Never fails; the pointer
+ * stays valid until the same thread fails again. Success does not clear it. */
+GPTOSS_TRT_API const char* gptoss_trt_last_error(void);
+
+/* ---- moe_gemm_fp8: grouped expert product, FP8 with 128x128 weight scales ------------------- */
+
+typedef enum gptoss_trt_moe_product {
+  GPTOSS_TRT_MOE_GATE_UP = 1, /* x W^T + bias, SwiGLU, quantisation to e4m3 */
+  GPTOSS_TRT_MOE_DOWN = 2     /* (h W^T + bias) x routing weight, to bf16 */
+} gptoss_trt_moe_product;
+
+/* How expert weights lie in memory. Both are layout sm90_v1 (see csrc/moe_gemm_fp8/layout.h) and
+ * hold the same e4m3 values; on one plan they give the same bits. */
+typedef enum gptoss_trt_moe_storage {
+  GPTOSS_TRT_MOE_MXFP4 = 1, /* 4-bit values, expanded exactly to e4m3 in registers */
+  GPTOSS_TRT_MOE_FP8 = 2    /* e4m3 */
+} gptoss_trt_moe_storage;
+
+/* Groups of channels that share one scale in FP8 activations. */
+typedef enum gptoss_trt_scale_mode {
+  GPTOSS_TRT_SCALE_STATIC = 1,   /* the constant 2^-3 for all; no scale array */
+  GPTOSS_TRT_SCALE_BLOCK128 = 2, /* amax / 448 of 128 channels */
+  GPTOSS_TRT_SCALE_BLOCK64 = 3   /* amax / 448 of 64 channels */
+} gptoss_trt_scale_mode;
+
+typedef enum gptoss_trt_moe_plan {
+  GPTOSS_TRT_MOE_PLAN_AUTO = 0,
+  GPTOSS_TRT_MOE_PLAN_SIMT = 1, /* CUDA cores, any shape: slow, the second opinion in tests */
+  GPTOSS_TRT_MOE_PLAN_WGMMA = 2 /* tensor cores, weights through registers: decode */
+} gptoss_trt_moe_plan;
+
+/* Launch with programmatic dependent launch: the kernel may start before the one ahead of it in
+ * the stream has ended, and waits for it (griddepcontrol.wait) before it touches anything. */
+#define GPTOSS_TRT_MOE_DEPENDENT_LAUNCH 1u
+/* With DEPENDENT_LAUNCH: expert_offsets were complete before the kernel ahead began, so offsets
+ * and weights (never activations) are read before the wait. */
+#define GPTOSS_TRT_MOE_ROUTING_READY 2u
+
+typedef enum gptoss_trt_dtype { GPTOSS_TRT_BF16 = 1, GPTOSS_TRT_FP32 = 2 } gptoss_trt_dtype;
+
+typedef struct gptoss_trt_moe_gemm_args {
+  uint32_t size;      /* sizeof(gptoss_trt_moe_gemm_args) */
+  uint32_t flags;     /* GPTOSS_TRT_MOE_* bits */
+  int32_t product;    /* gptoss_trt_moe_product */
+  int32_t storage;    /* gptoss_trt_moe_storage */
+  int32_t scale_mode; /* gptoss_trt_scale_mode. GATE_UP: how out is quantised (x always has 1x128
+                         scales). DOWN: how x was quantised. */
+  int32_t plan;       /* gptoss_trt_moe_plan */
+  int32_t k_split;    /* parts of K that different blocks sum, at most 8; 0 = chosen from the shape.
+                         Results are equal bit for bit for equal plan and k_split only. */
+  int32_t out_dtype;  /* gptoss_trt_dtype of DOWN's out; GATE_UP takes 0 */
+  int32_t experts;    /* E, 1 to 1024 */
+  int32_t tokens;     /* T, at least 0 */
+  int32_t top_k;      /* slots per token, 1 to 32; rows P = T x top_k */
+  int32_t n;          /* rows of one expert's weight: 2I (gate and up interleaved) or H; even */
+  int32_t k;          /* columns of it: H or I; a multiple of 32 */
+  float limit;        /* GATE_UP: gate <= limit, |up| <= limit */
+  float alpha;        /* GATE_UP: gate x sigmoid(alpha x gate) x (up + 1) */
+  int32_t max_tokens; /* the most tokens that this workspace was sized for, at least `tokens` */
+  const void* weights; /* [E][gptoss_trt_moe_weight_bytes], 128-byte aligned */
+  const void* bias;    /* bf16 [E, n], or null for none */
+  const void* x;       /* e4m3; GATE_UP [T, k] by token, DOWN [P, k] by sorted row; 16-byte aligned */
+  const float* x_scale;          /* GATE_UP [ceil(k / 128), T]; DOWN [ceil(k / group), P], not read
+                                    when STATIC */
+  const int32_t* expert_offsets; /* [E + 1]: expert e owns the sorted rows [o[e], o[e + 1]) */
+  const int32_t* row_slots;      /* [P]: sorted row -> token x top_k + slot */
+  const float* expert_weights;   /* [T, top_k] routing weights; DOWN only */
+  void* out;        /* GATE_UP: e4m3 [P, n / 2] by sorted row. DOWN: [T, top_k, n]. Rows behind o[E],
+                       and (token, slot) pairs that no row names, are not written. */
+  float* out_scale; /* GATE_UP: [ceil(n / 2 / group), P]; not written when STATIC */
+  void* workspace;  /* 256-byte aligned; may be null when the query says 0 bytes */
+  uint64_t workspace_bytes;
+} gptoss_trt_moe_gemm_args;
+
+/* *bytes = size of one expert's [n, k] weight in layout sm90_v1; a multiple of 128.
+ * Fails with INVALID_ARGUMENT for an unknown storage, n below 2 or odd, k below 32 or no multiple
+ * of 32, or a null bytes. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_weight_bytes(int32_t storage, int32_t n, int32_t k,
+                                                             uint64_t* bytes);
+
+/* *bytes = workspace of calls with these arguments and any `tokens` up to max_tokens; it reads the
+ * enums and sizes only, so pointers may be null. A workspace belongs to one product, storage,
+ * scale_mode, plan, k_split, experts, top_k, n, k and max_tokens: its layout depends on them.
+ * Fails with INVALID_ARGUMENT as the call would. */
+GPTOSS_TRT_API gptoss_trt_status
+gptoss_trt_moe_gemm_fp8_workspace(const gptoss_trt_moe_gemm_args* args, uint64_t* bytes);
+
+/* Puts the workspace (args->workspace, args->workspace_bytes) into the state that calls expect:
+ * its counters at zero. Once per workspace, ahead of the first call; every call leaves the counters
+ * at zero again. Two calls that may overlap in time need two workspaces. Enqueues one memset.
+ * Fails with INVALID_ARGUMENT, WORKSPACE_TOO_SMALL or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status
+gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_moe_gemm_args* args, gptoss_trt_stream stream);
+
+/* Launches the product on the stream. Success means launched, not finished. tokens = 0 launches
+ * nothing. An expert without rows costs nothing; offsets outside [0, P] are undefined.
+ * Fails with INVALID_ARGUMENT, UNSUPPORTED (a card below sm_90, a shape that the plan's shared
+ * memory cannot hold), WORKSPACE_TOO_SMALL or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
+                                                         gptoss_trt_stream stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* GPTOSS_TRT_H_ */
