@@ -1,0 +1,200 @@
+"""The commands `build` and `inspect`: arguments in, text or JSON out.
+
+Invariant: results go to standard output, progress and errors to standard error; errors of use end with status 2,
+failures with 1. Must not know file formats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import click
+from tqdm import tqdm
+
+from gptoss_trt.build_engine import inspection
+from gptoss_trt.build_engine.builder import BuildOptions, BuildResult, build_engine
+from gptoss_trt.build_engine.names import LAYOUTS
+from gptoss_trt.build_engine.safetensors_file import CheckpointError
+from gptoss_trt.build_engine.spec import PARALLEL_SIZES, Dense, Experts, HScale, Kv, ParallelMapping, SpecError
+from gptoss_trt.reference.mxfp4 import FormatError
+
+_SIZES = ", ".join(map(str, PARALLEL_SIZES))
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+@contextlib.contextmanager
+def _failures() -> Iterator[None]:
+    try:
+        yield
+    except (CheckpointError, SpecError, FormatError) as error:
+        raise click.ClickException(str(error)) from error
+    except OSError as error:
+        raise click.ClickException(f"{error.filename or 'disk'}: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def _progress_bar(text: str, quiet: bool) -> Iterator[Callable[[int, int], None]]:
+    """A bar of bytes on standard error, shown on terminals only."""
+    with tqdm(desc=text, unit="B", unit_scale=True, disable=True if quiet else None, file=sys.stderr) as bar:
+
+        def update(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield update
+
+
+BUILD_EPILOG = """\b
+Examples:
+  gptoss-trt build gpt-oss-20b/ --out engine/
+  gptoss-trt build gpt-oss-120b/ --out engine/ --experts fp8_block128 --tp 8
+  gptoss-trt build my-finetune-bf16/ --out engine/ --dense fp8_block128 --force
+\b
+CHECKPOINT is a folder with config.json and safetensors in any of these layouts:
+  OpenAI's original/, Hugging Face with MXFP4 experts, Hugging Face in BF16,
+  an nvidia-modelopt FP8 export.
+"""
+
+
+@click.command(epilog=BUILD_EPILOG, context_settings=_HELP)
+@click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--out", required=True, type=click.Path(path_type=Path), help="Engine directory to write.")
+@click.option(
+    "--experts",
+    type=click.Choice(get_args(Experts)),
+    help="Storage of the experts. Default: mxfp4 from MXFP4, fp8_block128 from BF16 and FP8.",
+)
+@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16", show_default=True,
+              help="Storage of attention projections and lm head.")  # fmt: skip
+@click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16", show_default=True, help="KV cache format.")
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="block128", show_default=True,
+              help="Scales of the activations between the two expert products.")  # fmt: skip
+@click.option("--tp", type=int, default=1, show_default=True, help=f"Tensor-parallel ranks of a DP group: {_SIZES}.")
+@click.option("--ep", type=int, default=1, show_default=True, help=f"Expert-parallel groups of the world: {_SIZES}.")
+@click.option("--dp", type=int, default=1, show_default=True, help=f"Data-parallel groups: {_SIZES}.")
+@click.option("--workers", type=click.IntRange(1, 64), help="Threads, one weight each. Default: processors, at most 8.")
+@click.option("--force", is_flag=True, help="Replace an engine that is there.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def build(
+    checkpoint: Path, out: Path, experts: Experts | None, dense: Dense, kv: Kv, h_scale: HScale,
+    tp: int, ep: int, dp: int, workers: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Compile CHECKPOINT into an engine directory.
+
+    Reads weight by weight with bounded memory, converts, cuts for every rank, and gives the engine its name only when
+    it is whole. Says block by block whether the FP8 weights equal the checkpoint's.
+    """
+    try:
+        mapping = ParallelMapping(tp=tp, ep=ep, dp=dp)
+    except SpecError as error:
+        raise click.UsageError(str(error)) from error
+    options = BuildOptions(
+        experts=experts, dense=dense, kv=kv, h_scale=h_scale, mapping=mapping, force=force, workers=workers
+    )
+    with _failures(), _progress_bar("build", as_json) as progress:
+        result = build_engine(checkpoint, out, options, progress)
+    click.echo(json.dumps(_result_json(out, result), indent=1) if as_json else "\n".join(_result_text(out, result)))
+
+
+def _result_json(out: Path, result: BuildResult) -> dict[str, Any]:
+    manifest = dataclasses.asdict(result.manifest)
+    return {
+        "engine": str(out),
+        "formats": manifest["formats"],
+        "mapping": manifest["mapping"],
+        "layout": result.manifest.provenance["layout"],
+        "exactness": manifest["exactness"],
+        "files": manifest["files"],
+        "bytes_read": result.bytes_read,
+        "bytes_written": result.bytes_written,
+        "seconds": round(result.seconds, 3),
+        "gb_per_second": round(result.gb_per_second, 3),
+    }
+
+
+def _result_text(out: Path, result: BuildResult) -> Iterator[str]:
+    manifest = result.manifest
+    mapping, formats = manifest.mapping, dataclasses.asdict(manifest.formats)
+    yield f"{out}: {manifest.model.num_layers} layers, {manifest.model.num_experts} experts, world {mapping.world}"
+    yield f"  from     {LAYOUTS[manifest.provenance['layout']]}"
+    yield f"  formats  {' '.join(f'{name}={value}' for name, value in formats.items())}"
+    yield from _exactness_text(manifest.exactness)
+    yield (
+        f"  read {result.bytes_read / 1e9:.2f} GB, wrote {result.bytes_written / 1e9:.2f} GB in {result.seconds:.1f} s "
+        f"({result.gb_per_second:.2f} GB/s)"
+    )
+
+
+def _exactness_text(exactness: Any) -> Iterator[str]:
+    blocks = exactness.get("mxfp4_blocks")
+    if blocks:
+        at = blocks["largest_spread_at"]
+        yield (
+            f"  MXFP4 as FP8 128x128: {blocks['exact']} of {blocks['total']} blocks exact, {blocks['rounded']} "
+            f"rounded; largest spread {blocks['largest_spread_octaves']} octaves at {at['tensor']}, expert {at['expert']}, "
+            f"block {at['block']}"
+        )
+        for place in blocks["rounded_at"]:
+            yield f"    rounded: {place['tensor']}, expert {place['expert']}: {place['blocks']} blocks"
+    for name, error in exactness.get("relative_rms_error", {}).items():
+        yield f"  {name}: relative rms error {error:.3e}" + (" (exact)" if error == 0 else "")
+
+
+INSPECT_EPILOG = """\b
+Examples:
+  gptoss-trt inspect gpt-oss-20b/
+  gptoss-trt inspect engine/ --verify
+  gptoss-trt inspect engine/ --tensor layers.0.moe.gate_up --json
+"""
+
+
+@click.command(epilog=INSPECT_EPILOG, context_settings=_HELP)
+@click.argument("path", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option(
+    "--verify", is_flag=True, help="Read everything: checksums, shapes, numbers. Status 1 if anything is wrong."
+)
+@click.option("--tensor", metavar="NAME", help="Dequantise one tensor and print its statistics.")
+@click.option("--rank", type=int, default=0, show_default=True, help="Rank of an engine whose tensor is looked at.")
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def inspect(path: Path, verify: bool, tensor: str | None, rank: int, as_json: bool) -> None:
+    """Describe or verify PATH, an engine directory or a checkpoint."""
+    problems: list[str] = []
+    with _failures():
+        if tensor is not None:
+            result = inspection.tensor_statistics(path, tensor, rank)
+        else:
+            result = inspection.describe(path)
+            if verify:
+                with _progress_bar("verify", as_json) as progress:
+                    problems = inspection.verify(path, progress)
+                result = {"kind": result["kind"], "path": result["path"], "ok": not problems, "problems": problems}
+    click.echo(json.dumps(result, indent=1) if as_json else "\n".join(_plain_lines(result, "")))
+    if problems:
+        raise click.exceptions.Exit(1)
+
+
+def _plain_lines(value: dict[str, Any], indent: str) -> Iterator[str]:
+    for name, entry in value.items():
+        if isinstance(entry, dict) and entry:
+            yield f"{indent}{name}:"
+            yield from _plain_lines(entry, indent + "  ")
+        elif isinstance(entry, list | tuple) and entry and isinstance(entry[0], str) and len(set(entry)) > 2:
+            yield f"{indent}{name}:"
+            yield from (f"{indent}  {item}" for item in entry)
+        else:
+            yield f"{indent}{name}: {_plain(entry)}"
+
+
+def _plain(entry: Any) -> str:
+    if isinstance(entry, list | tuple):
+        if not entry:
+            return "none"
+        names = list(dict.fromkeys(entry)) if isinstance(entry[0], str) else list(entry)
+        return ", ".join(map(str, names)) + (f", ... ({len(entry)})" if len(names) < len(entry) else "")
+    return f"{entry:.6g}" if isinstance(entry, float) else str(entry)
