@@ -1,0 +1,198 @@
+"""The layers of gpt-oss as compositions of ops: dense, attention, experts, and the norm between them.
+
+Invariant: all arithmetic happens in `torch.ops.gptoss_trt.*`; a layer chooses the op for its engine's formats when it
+is made and allocates the op's outputs. Must not know files, requests or steps' origin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gptoss_trt.build_engine.spec import qkv_segments
+from gptoss_trt.runtime.model.collectives import Group
+from gptoss_trt.runtime.model.loader import RankWeights
+from gptoss_trt.runtime.model.step import Step
+
+ops = torch.ops.gptoss_trt
+
+E4M3 = torch.float8_e4m3fn
+H_GROUPS = {"block128": 128, "block64": 64, "static": 0}
+
+
+@dataclass(frozen=True)
+class Normed:
+    """A norm's output: bf16 [T, H], and quantised e4m3 [T, H] with scales fp32 [ceil(H / 128), T] where wanted."""
+
+    values: torch.Tensor
+    quantised: torch.Tensor | None
+    scales: torch.Tensor | None
+
+    @classmethod
+    def empty(cls, like: torch.Tensor, quantise: bool) -> Normed:
+        tokens, hidden = like.shape
+        if not quantise:
+            return cls(torch.empty_like(like), None, None)
+        return cls(
+            torch.empty_like(like),
+            torch.empty((tokens, hidden), dtype=E4M3, device=like.device),
+            torch.empty((-(-hidden // 128), tokens), dtype=torch.float32, device=like.device),
+        )
+
+
+class Norm:
+    """RMSNorm behind the residual addition, quantising for the product that follows when that one is FP8."""
+
+    def __init__(self, weights: RankWeights, stem: str, quantise: bool) -> None:
+        self.weight = weights[f"{stem}.weight"]
+        self.eps = weights.manifest.model.rms_norm_eps
+        self.quantise = quantise
+
+    def __call__(self, residual: torch.Tensor, delta: torch.Tensor | None = None) -> Normed:
+        """residual += delta (in place), then the norm of it."""
+        out = Normed.empty(residual, self.quantise)
+        ops.rmsnorm_quant(residual, delta, self.weight, self.eps, out.values, out.quantised, out.scales)
+        return out
+
+
+class Dense:
+    """A dense product in the engine's format; `adds_bias` is false on the ranks that leave the bias to another."""
+
+    def __init__(
+        self, weights: RankWeights, stem: str, *, segments: tuple[int, ...] = (), adds_bias: bool = True
+    ) -> None:
+        self.fp8 = weights.manifest.formats.dense == "fp8_block128"
+        self._weight = weights[f"{stem}.weight"]
+        self._scale = weights[f"{stem}.weight_scale"] if self.fp8 else None
+        self._bias = weights.tensors.get(f"{stem}.bias") if adds_bias else None
+        self._segments = list(segments)
+
+    def __call__(self, x: Normed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """[T, K] -> [T, N] in dtype bf16 or fp32."""
+        out = torch.empty((len(x.values), self._weight.shape[0]), dtype=dtype, device=x.values.device)
+        if self.fp8:
+            ops.dense_fp8(x.quantised, x.scales, self._weight, self._scale, self._segments, self._bias, out)
+        else:
+            ops.dense(x.values, self._weight, self._bias, out)
+        return out
+
+    def quantised(self, values: torch.Tensor) -> Normed:
+        """A bf16 activation [T, K] made ready for this product."""
+        if not self.fp8:
+            return Normed(values, None, None)
+        out = Normed.empty(values, True)
+        ops.act_quant(values, 128, out.quantised, out.scales)
+        return Normed(values, out.quantised, out.scales)
+
+
+class Attention:
+    """qkv, rotation and append, attention, output projection; the ranks of `group` hold a part of the heads each."""
+
+    def __init__(self, weights: RankWeights, layer: int, group: Group) -> None:
+        config, share, stem = weights.manifest.model, weights.share, f"layers.{layer}.attention"
+        self.norm = Norm(weights, f"{stem}.norm", weights.manifest.formats.dense == "fp8_block128")
+        self._qkv = Dense(weights, f"{stem}.qkv", segments=qkv_segments(config, weights.manifest.mapping))
+        self._out = Dense(weights, f"{stem}.out", adds_bias=share.adds_attention_bias)
+        self._sinks = weights[f"{stem}.sinks"]
+        self._heads = share.q_heads[1] - share.q_heads[0]
+        self._head_dim = config.head_dim
+        self._window = config.window(layer)
+        fp8_kv = weights.manifest.formats.kv == "fp8"
+        self._kv_scales = tuple(float(weights[f"{stem}.{name}_scale"]) if fp8_kv else 1.0 for name in "kv")
+        self._group = group
+
+    def __call__(
+        self, x: Normed, step: Step, kv: tuple[torch.Tensor, torch.Tensor], cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """What this layer adds to the residual, bf16 [T, H]. Appends to kv."""
+        pool = step.window if self._window else step.full
+        qkv = self._qkv(x)
+        shape = (step.tokens, self._heads, self._head_dim)
+        q = torch.empty(shape, dtype=torch.bfloat16, device=qkv.device)
+        ops.rope_kv_append(qkv, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        out = torch.empty_like(q)
+        where = (pool.block_table, pool.first_block)
+        how = (self._sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)
+        if step.single:
+            ops.attention_decode(q, *kv, *where, step.context_lens, *how)
+        else:
+            ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)
+        attended = self._out.quantised(out.view(step.tokens, -1))
+        return reduce_partial(lambda dtype: self._out(attended, dtype), self._group)
+
+
+class Experts:
+    """Router and experts; the ranks of `group` hold some experts, or a part of each expert's intermediates."""
+
+    def __init__(self, weights: RankWeights, layer: int, group: Group) -> None:
+        config, formats, share = weights.manifest.model, weights.manifest.formats, weights.share
+        stem = f"layers.{layer}.moe"
+        names = ("blocks", "scales") if formats.experts == "mxfp4" else ("weight", "weight_scale")
+        self.norm = Norm(weights, f"{stem}.norm", True)
+        self._router = (weights[f"{stem}.router.weight"], weights[f"{stem}.router.bias"])
+        self._gate_up = tuple(weights[f"{stem}.gate_up.{name}"] for name in names)
+        self._down = tuple(weights[f"{stem}.down.{name}"] for name in names)
+        self._gate_up_bias = weights[f"{stem}.gate_up.bias"]
+        self._down_bias = weights[f"{stem}.down.bias"] if share.adds_expert_bias else None
+        self._top_k = config.experts_per_token
+        self._local = (share.experts[0], share.experts[1] - share.experts[0])
+        self._activation = (config.swiglu_limit, config.swiglu_alpha)
+        self._layout = formats.weight_layout
+        self._h_group = H_GROUPS[formats.h_scale]
+        self._group = group
+
+    def __call__(self, x: Normed, residual: torch.Tensor, step: Step, following: Norm | None) -> Normed | None:
+        """residual += experts(x) in place; returns `following`'s norm of it (None without one)."""
+        ids, rows = self._slots(x, step)
+        if self._group.size > 1:
+            delta = reduce_partial(lambda dtype: self._combine(rows, ids, dtype), self._group)
+            if following is not None:
+                return following(residual, delta)
+            residual.add_(delta)
+            return None
+        if following is None:
+            ops.moe_combine(rows, ids, *self._local, True, residual)
+            return None
+        out = Normed.empty(residual, following.quantise)
+        norm = (following.weight, following.eps, out.values, out.quantised, out.scales)
+        ops.moe_combine_norm(rows, ids, *self._local, residual, *norm)
+        return out
+
+    def _slots(self, x: Normed, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids int32 [T, k] and weighted expert rows by (token, slot), bf16 [T, k, H] (fp32 among ranks)."""
+        tokens, hidden = x.values.shape
+        device, local = x.values.device, self._local[1]
+        ids = torch.empty((tokens, self._top_k), dtype=torch.int32, device=device)
+        weights = torch.empty((tokens, self._top_k), dtype=torch.float32, device=device)
+        offsets = torch.empty(local + 1, dtype=torch.int32, device=device)
+        active = torch.empty_like(offsets)
+        slots = torch.empty(tokens * self._top_k, dtype=torch.int32, device=device)
+        ops.moe_route(x.values, *self._router, step.token_count, *self._local, ids, weights, offsets, active, slots)
+        where = (offsets, active, slots)
+        intermediate = self._gate_up_bias.shape[1] // 2
+        h = torch.empty((len(slots), intermediate), dtype=E4M3, device=device)
+        h_scale = None
+        if self._h_group:
+            h_scale = torch.empty((-(-intermediate // self._h_group), len(slots)), dtype=torch.float32, device=device)
+        how = (self._top_k, *self._activation, self._layout, self._h_group)
+        ops.moe_gate_up(x.quantised, x.scales, *self._gate_up, self._gate_up_bias, *where, *how, h, h_scale)
+        rows = torch.empty((tokens, self._top_k, hidden), dtype=partial_dtype(self._group), device=device)
+        ops.moe_down(h, h_scale, *self._down, self._down_bias, weights, *where, self._layout, self._h_group, rows)
+        return ids, rows
+
+    def _combine(self, rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty((rows.shape[0], rows.shape[2]), dtype=dtype, device=rows.device)
+        ops.moe_combine(rows, ids, *self._local, False, out)
+        return out
+
+
+def partial_dtype(group: Group) -> torch.dtype:
+    """A value that is whole on this rank is bf16; one that others add to is fp32 until the sum."""
+    return torch.bfloat16 if group.size == 1 else torch.float32
+
+
+def reduce_partial(compute: Callable[[torch.dtype], torch.Tensor], group: Group) -> torch.Tensor:
+    """compute(dtype) summed over the group, in bf16: rounded once, as on one rank."""
+    return group.all_reduce(compute(partial_dtype(group))).to(torch.bfloat16)

@@ -1,0 +1,122 @@
+"""The forward pass of one rank: embedding, layers, logits of the wanted rows.
+
+Invariant: `forward` reads a StepBatch and the KV cache and changes nothing but the cache; the same batch gives the same
+logits. Must not know requests, sampling or sockets.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+import torch
+
+from gptoss_trt.build_engine.spec import ModelConfig
+from gptoss_trt.reference.rope import RopeConfig, rope_table
+from gptoss_trt.runtime.model.batch import StepBatch
+from gptoss_trt.runtime.model.collectives import Groups
+from gptoss_trt.runtime.model.kv import KvCache, block_bytes
+from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
+from gptoss_trt.runtime.model.loader import RankWeights, load_weights
+from gptoss_trt.runtime.model.step import Step
+
+ops = torch.ops.gptoss_trt
+
+
+class GptOssModel:
+    """One rank's model. `allocate_kv` comes before the first `forward`."""
+
+    def __init__(self, weights: RankWeights, device: torch.device, groups: Groups | None = None) -> None:
+        self.config: ModelConfig = weights.manifest.model
+        self.device = device
+        self._formats = weights.manifest.formats
+        self._groups = groups or Groups()
+        self._vocab = weights.share.vocab
+        self._kv_heads = weights.share.kv_heads[1] - weights.share.kv_heads[0]
+        self._embedding = weights["embedding.weight"]
+        layers = range(self.config.num_layers)
+        self._attention = [Attention(weights, n, self._groups.attention) for n in layers]
+        self._experts = [Experts(weights, n, self._groups.experts) for n in layers]
+        self._final_norm = Norm(weights, "norm", self._formats.dense == "fp8_block128")
+        self._lm_head = Dense(weights, "lm_head")
+        self._cos_sin = _rope_table(_rope(self.config), self.config.max_context, device)
+        self._kv: KvCache | None = None
+
+    def kv_block_bytes(self, block_tokens: int) -> tuple[int, int]:
+        """Bytes on this rank of one block over all layers of its pool: (full, window). Raises ValueError as
+        allocate_kv."""
+        return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
+
+    def allocate_kv(self, full_blocks: int, window_blocks: int, block_tokens: int) -> None:
+        """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64 or negative counts."""
+        self._kv = None  # frees the old pools first
+        self._kv = KvCache(
+            self.config,
+            self._formats,
+            self._kv_heads,
+            self.device,
+            full_blocks=full_blocks,
+            window_blocks=window_blocks,
+            block_tokens=block_tokens,
+        )
+
+    @torch.inference_mode()
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Runs a step: writes its keys and values, returns fp32 logits [R, vocab] of batch.logits_rows.
+
+        Raises RuntimeError before allocate_kv, and (on a CPU) ValueError for token ids, positions or blocks that do not
+        exist.
+        """
+        if self._kv is None:
+            raise RuntimeError("allocate_kv comes before the first forward")
+        self._check(batch)
+        step = Step.of(batch, self._kv.block_tokens)
+        residual = torch.empty((step.tokens, self.config.hidden_size), dtype=torch.bfloat16, device=self.device)
+        ops.embedding(batch.token_ids, self._embedding, self._vocab[0], residual)
+        residual = self._groups.attention.all_reduce(residual)
+        normed = self._attention[0].norm(residual)
+        for n, (attention, experts) in enumerate(zip(self._attention, self._experts, strict=True)):
+            delta = attention(normed, step, self._kv.layer(n), self._cos_sin)
+            following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None
+            after = experts(experts.norm(residual, delta), residual, step, following)
+            normed = normed if after is None else after
+        return self._logits(residual[batch.logits_rows.long()])
+
+    def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        local = self._lm_head(self._final_norm(rows), torch.float32)
+        return self._groups.attention.all_gather(local, dim=1)
+
+    def _check(self, batch: StepBatch) -> None:
+        """Ids outside the vocabulary, where looking is free; a GPU would read another row or zeros."""
+        if self.device.type != "cpu" or not len(batch.token_ids):
+            return
+        low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
+        if low < 0 or high >= self.config.vocab_size:
+            raise ValueError(f"token ids {low} to {high} are outside the vocabulary of {self.config.vocab_size}")
+
+
+def load_model(engine_dir: Path, *, rank: int = 0, device: str = "cpu", groups: Groups | None = None) -> GptOssModel:
+    """The model of one rank of an engine directory.
+
+    `groups` connects the ranks; without it the engine must be built for one. Raises SpecError for an engine or mapping
+    that cannot be used here, LoadError for weight files that are not what the manifest says.
+    """
+    where = torch.device(device)
+    groups = groups or Groups()
+    return GptOssModel(load_weights(engine_dir, rank, where, groups.experts.size), where, groups)
+
+
+@functools.lru_cache(maxsize=4)
+def _rope_table(config: RopeConfig, positions: int, device: torch.device) -> torch.Tensor:
+    return rope_table(config, positions, device)
+
+
+def _rope(config: ModelConfig) -> RopeConfig:
+    return RopeConfig(
+        head_dim=config.head_dim,
+        theta=config.rope_theta,
+        scaling_factor=config.rope_scaling_factor,
+        initial_context=config.initial_context,
+        beta_fast=config.rope_beta_fast,
+        beta_slow=config.rope_beta_slow,
+    )
