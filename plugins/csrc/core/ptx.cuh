@@ -109,6 +109,14 @@ __device__ __forceinline__ float2 load_shared_f64(uint32_t address) {
   return value;
 }
 
+// Bytes of {low, high} chosen by the low four nibbles of `selectors`. Opaque to the compiler, which
+// otherwise masks the halves of `selectors` apart and spends an operation more on each.
+__device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
+  uint32_t value;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selectors));
+  return value;
+}
+
 // ---- dependent launch -----------------------------------------------------------------------
 
 // Waits until the kernel ahead in the stream has ended and its writes are visible. Returns at once
@@ -135,12 +143,18 @@ __device__ __forceinline__ void wgmma_wait_all() {
 
 // Descriptor of a K-major operand in shared memory without swizzle: 8 x 16-byte core matrices of
 // 128 contiguous bytes; `k_stride` bytes between neighbours in K, `n_stride` between groups of 8
-// rows.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t k_stride,
-                                                     uint32_t n_stride) {
-  const uint64_t low = ((address & 0x3FFFF) >> 4) | (static_cast<uint64_t>(k_stride >> 4) << 16);
-  return low | (static_cast<uint64_t>(n_stride >> 4) << 32);
-}
+// rows. Two words: the low one moves with the address (by bytes / 16), the high one is constant.
+struct WgmmaDescriptor {
+  uint32_t low;
+  uint32_t high;
+
+  __device__ __forceinline__ WgmmaDescriptor(uint32_t address, uint32_t k_stride, uint32_t n_stride)
+      : low(((address & 0x3FFFF) >> 4) | (k_stride >> 4 << 16)), high(n_stride >> 4) {}
+
+  __device__ __forceinline__ uint64_t moved(uint32_t units) const {
+    return static_cast<uint64_t>(high) << 32 | (low + units);
+  }
+};
 
 // A-fragments are in their registers from here on: keeps the compiler from sinking their making
 // below wgmma_fence, where it would have to serialise the instructions.

@@ -49,8 +49,8 @@ struct WeightReader<Storage::kMxfp4> {
   static __device__ __forceinline__ void expand_word(uint32_t word, uint2 codes, uint32_t& columns,
                                                      uint32_t& columns_16) {
     const uint32_t selectors = word & 0x77777777u;
-    columns = __byte_perm(codes.x, codes.y, selectors) | (word & 0x80808080u);
-    columns_16 = __byte_perm(codes.x, codes.y, selectors >> 16) | ((word << 4) & 0x80808080u);
+    columns = permute_bytes(codes.x, codes.y, selectors) | (word & 0x80808080u);
+    columns_16 = permute_bytes(codes.x, codes.y, selectors >> 16) | ((word << 4) & 0x80808080u);
   }
 };
 

@@ -169,8 +169,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
   constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
   const uint32_t table = shared.address(shared.at.table);
-  const uint64_t tokens =
-      wgmma_descriptor(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
+  const WgmmaDescriptor tokens(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
   const uint32_t scales = shared.address(shared.at.scales) + thread % 4 * 8;
   const int skip = (warpgroup - item.record_begin) & (kConsumers - 1);
   ring.advance(skip, shared.at.stages);
@@ -184,14 +183,14 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
     wgmma_operands_ready(a);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(shared.empty(ring.stage));
-    const uint64_t b = tokens + record * (kInstructionsPerRecord * kInstructionStep);
+    const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
     if constexpr (kScale64) {
       float first[kTokens / 2], second[kTokens / 2];
       wgmma_fence();
-      wgmma_e4m3<kTokens>(first, a[0], b, 0);
-      wgmma_e4m3<kTokens>(first, a[1], b + kInstructionStep, 1);
-      wgmma_e4m3<kTokens>(second, a[2], b + 2 * kInstructionStep, 0);
-      wgmma_e4m3<kTokens>(second, a[3], b + 3 * kInstructionStep, 1);
+      wgmma_e4m3<kTokens>(first, a[0], tokens.moved(b), 0);
+      wgmma_e4m3<kTokens>(first, a[1], tokens.moved(b + kInstructionStep), 1);
+      wgmma_e4m3<kTokens>(second, a[2], tokens.moved(b + 2 * kInstructionStep), 0);
+      wgmma_e4m3<kTokens>(second, a[3], tokens.moved(b + 3 * kInstructionStep), 1);
       wgmma_commit();
       wgmma_wait_all();
       wgmma_settle(first);
@@ -204,7 +203,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kInstructionsPerRecord; ++i) {
-        wgmma_e4m3<kTokens>(acc, a[i], b + i * kInstructionStep, i);
+        wgmma_e4m3<kTokens>(acc, a[i], tokens.moved(b + i * kInstructionStep), i);
       }
       wgmma_commit();
       wgmma_wait_all();
