@@ -98,7 +98,7 @@ def rope_kv_append(
     rope_reference.store_kv(v, slots, v_scale, v_cache)
 
 
-def attention_prefill(  # noqa: PLR0913, PLR0917
+def attention_prefill(
     q: Tensor,
     k_cache: Tensor,
     v_cache: Tensor,
@@ -160,7 +160,7 @@ def moe_route(
     row_slots.copy_(rows.slots)
 
 
-def moe_gate_up(  # noqa: PLR0913, PLR0917
+def moe_gate_up(
     x: Tensor,
     x_scale: Tensor,
     weight: Tensor,

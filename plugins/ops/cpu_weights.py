@@ -18,6 +18,7 @@ from gptoss_trt.reference.product import Product
 
 EXPANDED_LIMIT_BYTES = 4 << 30  # of one process; the demo needs 0.12 GiB, gpt-oss-20b 45 GiB
 _TINY = 2.0**-40  # what fp16 may lose, relative to a weight's largest value: far below fp32's own rounding of a sum
+_CHECKED_ROWS = 4096  # rows looked at in one go, so that a check stays in the cache
 _FULL_ROWS = 16  # from so many rows on MKL adds a row's products in one order
 
 
@@ -33,8 +34,8 @@ class Fp16Product:
         self.bytes = scaled.numel() * 2
 
     def multiply(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
-        return y if self._factor == 1.0 else y * self._factor
+        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x * self._factor, self._packed)
+        return y
 
 
 class Fp32Product:
@@ -61,9 +62,13 @@ def make_product(weight: torch.Tensor) -> Expanded:
         exponent = int(torch.frexp(torch.tensor(largest))[1])
         factor = 2.0 ** (15 - exponent)  # the largest value lands in [2^14, 2^15); fp16 ends at 65504
         scaled = wide * factor
-        if bool(((scaled.to(torch.float16).to(torch.float32) - scaled).abs() <= largest * factor * _TINY).all()):
+        if all(_fits_fp16(rows, largest * factor * _TINY) for rows in torch.split(scaled, _CHECKED_ROWS)):
             return Fp16Product(scaled, 1.0 / factor)
     return Fp32Product(wide)
+
+
+def _fits_fp16(scaled: torch.Tensor, loss: float) -> bool:
+    return bool(((scaled.to(torch.float16).to(torch.float32) - scaled).abs() <= loss).all())
 
 
 class ProductCache:
@@ -116,3 +121,8 @@ def expert_products(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int]
         return fp8_block.dequantise(fp8, fp8_scale)
 
     return lambda expert: _CACHE.get(weight, expert, lambda: expand(expert))
+
+
+def may_hold(values: int) -> bool:
+    """Whether the expansion of so many more weights certainly stays below EXPANDED_LIMIT_BYTES."""
+    return _CACHE.held_bytes + 4 * values <= EXPANDED_LIMIT_BYTES

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from gptoss_trt.ops import cpu, dispatch
-from gptoss_trt.ops.checks import check
+from gptoss_trt.ops.checks import check, check_call
 from gptoss_trt.ops.schemas import NAMESPACE, SCHEMAS
 
 
@@ -36,7 +36,7 @@ def _on_gpu(op: str) -> Callable[..., None]:
 
 def _fake(op: str) -> Callable[..., None]:
     def call(*arguments: Any) -> None:
-        check(op, arguments)
+        check_call(op, arguments)  # symbolic sizes cannot be remembered
 
     return call
 
@@ -47,3 +47,5 @@ for _op, _schema in SCHEMAS.items():
     _library.impl(_op, _on_cpu(_op), "CPU")
     _library.impl(_op, _on_gpu(_op), "CUDA")
     _library.impl(_op, _fake(_op), "Meta")
+
+ops: Any = getattr(torch.ops, NAMESPACE)

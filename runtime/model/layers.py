@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import torch
 
 from gptoss_trt.build_engine.spec import qkv_segments
+from gptoss_trt.ops import ops
+from gptoss_trt.ops.prepare import prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
 from gptoss_trt.runtime.model.loader import RankWeights
 from gptoss_trt.runtime.model.step import Step
-
-ops = torch.ops.gptoss_trt
 
 E4M3 = torch.float8_e4m3fn
 H_GROUPS = {"block128": 128, "block64": 64, "static": 0}
@@ -68,6 +68,7 @@ class Dense:
         self._scale = weights[f"{stem}.weight_scale"] if self.fp8 else None
         self._bias = weights.tensors.get(f"{stem}.bias") if adds_bias else None
         self._segments = list(segments)
+        prepare_dense(self._weight, self._scale, self._segments)
 
     def __call__(self, x: Normed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, K] -> [T, N] in dtype bf16 or fp32."""
@@ -132,8 +133,9 @@ class Experts:
         names = ("blocks", "scales") if formats.experts == "mxfp4" else ("weight", "weight_scale")
         self.norm = Norm(weights, f"{stem}.norm", True)
         self._router = (weights[f"{stem}.router.weight"], weights[f"{stem}.router.bias"])
-        self._gate_up = tuple(weights[f"{stem}.gate_up.{name}"] for name in names)
-        self._down = tuple(weights[f"{stem}.down.{name}"] for name in names)
+        prepare_dense(self._router[0])
+        self._gate_up = (weights[f"{stem}.gate_up.{names[0]}"], weights[f"{stem}.gate_up.{names[1]}"])
+        self._down = (weights[f"{stem}.down.{names[0]}"], weights[f"{stem}.down.{names[1]}"])
         self._gate_up_bias = weights[f"{stem}.gate_up.bias"]
         self._down_bias = weights[f"{stem}.down.bias"] if share.adds_expert_bias else None
         self._top_k = config.experts_per_token
@@ -142,6 +144,8 @@ class Experts:
         self._layout = formats.weight_layout
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
+        prepare_experts(*self._gate_up, self._layout)
+        prepare_experts(*self._down, self._layout)
 
     def __call__(self, x: Normed, residual: torch.Tensor, step: Step, following: Norm | None) -> Normed | None:
         """residual += experts(x) in place; returns `following`'s norm of it (None without one)."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
+from gptoss_trt.ops import ops
 from gptoss_trt.reference.rope import RopeConfig, rope_table
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.collectives import Groups
@@ -19,8 +20,6 @@ from gptoss_trt.runtime.model.kv import KvCache, block_bytes
 from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights
 from gptoss_trt.runtime.model.step import Step
-
-ops = torch.ops.gptoss_trt
 
 
 class GptOssModel:

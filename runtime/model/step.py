@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from gptoss_trt.ops import ops
 from gptoss_trt.runtime.model.batch import StepBatch
-
-ops = torch.ops.gptoss_trt
 
 
 @dataclass(frozen=True)
