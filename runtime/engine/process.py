@@ -56,7 +56,7 @@ def core_loader(engine_dir: Path, options: Path) -> Callable[[], EngineCore]:
         return lambda: _load_scripted(engine_dir)
 
     def load() -> EngineCore:
-        from gptoss_trt.runtime.engine.real import load_core
+        from gptoss_trt.runtime.engine.model_core import load_core
 
         return load_core(engine_dir, EngineOptions.read(options))
 

@@ -1,0 +1,112 @@
+"""One pool of KV blocks: who holds a block, which blocks hold a known prefix, which may be taken.
+
+Invariant: every block is in exactly one state: held (references > 0), cached (no reference, known content, evictable in
+LRU order) or free. Must not know sequences, tokens or tensors.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Literal
+
+Listener = Callable[[Literal["stored", "removed"], bytes], None]
+
+
+class BlockPool:
+    """Blocks 0..count-1. `listener` hears of contents that become known or are lost (for an external router)."""
+
+    def __init__(self, count: int, listener: Listener | None = None) -> None:
+        self.count = count
+        self.reused = 0  # times that a known block was taken again
+        self._listener = listener
+        self._references = [0] * count
+        self._free = list(range(count - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._block_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    @property
+    def available(self) -> int:
+        """Blocks that `take` could give."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        return self.count - self.available
+
+    def take(self) -> int:
+        """A block for writing, held once; evicts the cached block unused for longest when none is free.
+
+        Raises RuntimeError when none is available: callers look first.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            self.forget(block)
+        else:
+            raise RuntimeError(f"all {self.count} blocks are held")
+        self._references[block] = 1
+        return block
+
+    def find(self, content: bytes) -> int | None:
+        """The block whose content has this hash."""
+        return self._block_of.get(content)
+
+    def is_idle(self, block: int) -> bool:
+        """Whether nobody holds the block: holding it makes one block less available."""
+        return self._references[block] == 0
+
+    def hold(self, block: int) -> None:
+        """One more reference to a known block."""
+        if self._references[block] == 0:
+            del self._cached[block]
+        self._references[block] += 1
+        self.reused += 1
+
+    def publish(self, block: int, content: bytes) -> None:
+        """Makes a held block findable. When another block has that content already, that one stays the known one."""
+        if content in self._block_of or block in self._hash_of:
+            return
+        self._block_of[content] = block
+        self._hash_of[block] = content
+        if self._listener is not None:
+            self._listener("stored", content)
+
+    def forget(self, block: int) -> None:
+        """Makes a block's content unknown: it is about to be overwritten, or it is not to be trusted."""
+        content = self._hash_of.pop(block, None)
+        if content is None:
+            return
+        del self._block_of[content]
+        if self._cached.pop(block, "absent") is None and self._references[block] == 0:
+            self._free.append(block)
+        if self._listener is not None:
+            self._listener("removed", content)
+
+    def release(self, block: int) -> None:
+        """Gives one reference back; the last one makes the block cached or free."""
+        if self._references[block] <= 0:
+            raise RuntimeError(f"block {block} is released more often than it was taken")
+        self._references[block] -= 1
+        if self._references[block] == 0:
+            if block in self._hash_of:
+                self._cached[block] = None
+            else:
+                self._free.append(block)
+
+    def check(self) -> None:
+        """Raises RuntimeError when the invariant is broken (tests and the simulator call it)."""
+        held = {block for block, references in enumerate(self._references) if references > 0}
+        free, cached = set(self._free), set(self._cached)
+        if len(free) != len(self._free) or held | free | cached != set(range(self.count)):
+            raise RuntimeError(f"{len(held)} held, {len(self._free)} free, {len(cached)} cached of {self.count} blocks")
+        if held & free or held & cached or free & cached or free & set(self._hash_of):
+            raise RuntimeError("a block is in two states")
+        if {content: block for block, content in self._hash_of.items()} != self._block_of:
+            raise RuntimeError("the tables of known contents differ")
+
+    def held_counts(self) -> dict[int, int]:
+        """References of each held block."""
+        return {block: references for block, references in enumerate(self._references) if references > 0}

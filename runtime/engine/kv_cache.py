@@ -1,0 +1,149 @@
+"""The two KV pools together: which blocks a sequence has, which prefix it can reuse, what slides out of the window.
+
+Invariant: a sequence's full table covers its positions from 0, its window table the positions that its next query in a
+windowed layer can see; a prefix is reused only when both are there. Must not know the order of requests or tensors.
+"""
+
+from __future__ import annotations
+
+import array
+import hashlib
+
+from gptoss_trt.runtime.engine.block_pool import BlockPool, Listener
+from gptoss_trt.runtime.engine.sequence import BlockTable, Sequence
+
+HASH_BYTES = 16
+
+
+class KvCache:
+    """Block accounting for `full_blocks` and `window_blocks` blocks of `block_tokens` positions each."""
+
+    def __init__(
+        self, full_blocks: int, window_blocks: int, block_tokens: int, window: int, listener: Listener | None = None
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.window_tokens = window
+        self.full = BlockPool(full_blocks, listener)
+        self.window = BlockPool(window_blocks)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens of the longest sequence that fits an empty cache (its window alone must fit as well)."""
+        return self.full.count * self.block_tokens if self.window.count >= self.least_window_blocks else 0
+
+    @property
+    def least_window_blocks(self) -> int:
+        """Window blocks of one sequence that computes one token a step, wherever the token lies in its block."""
+        return -(-(self.window_tokens - 1) // self.block_tokens) + 1
+
+    def first_visible_block(self, position: int) -> int:
+        """The first logical block that a query at `position` sees in a windowed layer."""
+        return max(0, position - self.window_tokens + 1) // self.block_tokens
+
+    def admit(self, sequence: Sequence, *, reuse: bool, spare_blocks: int) -> bool:
+        """Gives a sequence without blocks its reusable prefix and full blocks for all its tokens.
+
+        False, with nothing taken, when fewer than `spare_blocks` full blocks or no room for a first window would be
+        left.
+        """
+        prefix = self._reusable_blocks(sequence) if reuse else 0
+        table = sequence.table
+        first = self.first_visible_block(prefix * self.block_tokens)
+        known_full = [self._known(self.full, content) for content in table.hashes[:prefix]]
+        known_window = [self._known(self.window, content) for content in table.hashes[first:prefix]]
+        fresh = self._blocks_for(len(sequence.tokens)) - prefix
+        full_cost = fresh + sum(map(self.full.is_idle, known_full))
+        window_cost = 1 + sum(map(self.window.is_idle, known_window))
+        if full_cost + spare_blocks > self.full.available or window_cost > self.window.available:
+            return False
+        for pool, known in ((self.full, known_full), (self.window, known_window)):
+            for block in known:
+                pool.hold(block)
+        table.full = known_full + [self.full.take() for _ in range(fresh)]
+        table.window, table.window_first = known_window, first
+        table.published = prefix
+        sequence.computed = prefix * self.block_tokens
+        sequence.reused_blocks += prefix
+        sequence.new_blocks += fresh
+        return True
+
+    def extend(self, sequence: Sequence, count: int) -> bool:
+        """Makes room for `count` more tokens in both tables; False, with nothing taken, when a pool lacks blocks."""
+        table, end = sequence.table, self._blocks_for(sequence.computed + count)
+        fresh_full = max(0, end - len(table.full))
+        fresh_window = max(0, end - table.window_first - len(table.window))
+        if fresh_full > self.full.available or fresh_window > self.window.available:
+            return False
+        table.full += [self.full.take() for _ in range(fresh_full)]
+        table.window += [self.window.take() for _ in range(fresh_window)]
+        sequence.new_blocks += fresh_full
+        return True
+
+    def longest_extension(self, sequence: Sequence, count: int) -> int:
+        """How many of `count` tokens `extend` can make room for now."""
+        table = sequence.table
+        full_end = len(table.full) + self.full.available
+        window_end = table.window_first + len(table.window) + self.window.available
+        return max(0, min(count, min(full_end, window_end) * self.block_tokens - sequence.computed))
+
+    def advance(self, sequence: Sequence, count: int) -> None:
+        """After a step: `count` tokens more are computed; whole blocks become known, what no query sees is released."""
+        sequence.computed += count
+        table = sequence.table
+        whole = sequence.computed // self.block_tokens
+        self._hash_blocks(sequence, whole)
+        for block in range(table.published, whole):
+            self.full.publish(table.full[block], table.hashes[block])
+            self.window.publish(table.window[block - table.window_first], table.hashes[block])
+        table.published = max(table.published, whole)
+        first = self.first_visible_block(sequence.computed)
+        for _ in range(table.window_first, min(first, table.window_first + len(table.window))):
+            self.window.release(table.window.pop(0))
+        table.window_first = max(table.window_first, first)
+
+    def release(self, sequence: Sequence, *, trusted: bool = True) -> None:
+        """Gives all blocks back. Not `trusted`: nothing it computed may be found again, in or out of the window.
+
+        Last blocks first: the beginning of a prefix is the most useful part, so it is evicted last.
+        """
+        table = sequence.table
+        for pool, blocks in ((self.full, table.full), (self.window, table.window)):
+            for content in () if trusted else table.hashes:
+                known = pool.find(content)
+                if known is not None:
+                    pool.forget(known)
+            for block in reversed(blocks):
+                pool.release(block)
+        sequence.table = BlockTable(hashes=table.hashes)
+        sequence.computed = 0
+
+    def _reusable_blocks(self, sequence: Sequence) -> int:
+        """Whole blocks of the longest known prefix; at least one token is left, because a step needs a query."""
+        most = (len(sequence.tokens) - 1) // self.block_tokens
+        self._hash_blocks(sequence, most)
+        hashes = sequence.table.hashes
+        prefix = next((i for i in range(most) if self.full.find(hashes[i]) is None), most)
+        while prefix:
+            first = self.first_visible_block(prefix * self.block_tokens)
+            lost = next((i for i in range(prefix - 1, first - 1, -1) if self.window.find(hashes[i]) is None), None)
+            if lost is None:
+                return prefix
+            prefix = lost
+        return 0
+
+    def _hash_blocks(self, sequence: Sequence, whole: int) -> None:
+        """Extends the chain of hashes: each covers the salt and all tokens up to the end of its block."""
+        hashes, size = sequence.table.hashes, self.block_tokens
+        for block in range(len(hashes), whole):
+            before = hashes[block - 1] if block else sequence.request.salt
+            content = array.array("q", sequence.tokens[block * size : (block + 1) * size]).tobytes()
+            hashes.append(hashlib.blake2b(content, digest_size=HASH_BYTES, key=before).digest())
+
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_tokens)
+
+    @staticmethod
+    def _known(pool: BlockPool, content: bytes) -> int:
+        block = pool.find(content)
+        assert block is not None
+        return block

@@ -1,0 +1,157 @@
+"""The real engine: validation, scheduler, model and sampler behind the EngineCore interface.
+
+Invariant: one step is plan, run, commit; nothing else changes the scheduler. Must not know sockets or frames.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from gptoss_trt.runtime.engine.cache_size import pool_sizes
+from gptoss_trt.runtime.engine.core import RequestKey
+from gptoss_trt.runtime.engine.guides import GuideCompiler, GuideError, GuideMatcher
+from gptoss_trt.runtime.engine.kv_cache import KvCache
+from gptoss_trt.runtime.engine.messages import Event, Submit
+from gptoss_trt.runtime.engine.metrics import Statistics
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.sampler import Sampler
+from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
+from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.steps import Model, StepRunner
+from gptoss_trt.runtime.engine.validation import Limits, refusal
+from gptoss_trt.runtime.launch import settings
+
+log = logging.getLogger(__name__)
+
+CPU_KV_SHARE = 0.125  # of the memory that is free, when kv_bytes is not given
+CUDA_KV_SHARE = 0.85
+CPU_KV_LIMIT_BYTES = 4 << 30
+
+
+class ModelCore:
+    """An EngineCore over a model. Allocates the model's KV cache for `kv_bytes`."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: EngineOptions,
+        *,
+        kv_bytes: int,
+        device: str = "cpu",
+        guide_compiler: GuideCompiler | None = None,
+        clock_ns: Callable[[], int] = time.time_ns,
+    ) -> None:
+        config = model.config
+        context = min(options.max_context or config.max_context, config.max_context)
+        blocks = pool_sizes(
+            kv_bytes,
+            model.kv_block_bytes(options.block_tokens),
+            block_tokens=options.block_tokens,
+            window_tokens=config.sliding_window,
+            max_batch=options.max_batch,
+            step_tokens=options.step_tokens,
+            max_context=context,
+        )
+        model.allocate_kv(*blocks, options.block_tokens)
+        self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window)
+        self._clock_ns = clock_ns
+        self._compiler = guide_compiler
+        self._options = options
+        self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
+        self._statistics = Statistics()
+        limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
+        self._scheduler = Scheduler(limits, self._cache, self._statistics)
+        self._runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, device)
+        self._device = device
+        log.info("KV cache: %d full and %d window blocks of %d tokens", *blocks, options.block_tokens)
+
+    def submit(self, key: RequestKey, submit: Submit, arrival_ns: int) -> None:
+        reason = refusal(submit, self._limits)
+        if reason is None and submit.guides and self._compiler is not None:
+            try:
+                self._compiler.compile(submit.guides)
+            except GuideError as error:
+                reason = "INVALID_ARGUMENT", str(error)
+        if reason is not None:
+            self._scheduler.refuse(key, submit, *reason)
+            return
+        seed = submit.sampling.seed
+        self._scheduler.submit(key, submit, arrival_ns, secrets.randbits(64) if seed is None else seed)
+
+    def cancel(self, key: RequestKey) -> None:
+        self._scheduler.cancel(key)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work
+
+    def step(self) -> list[tuple[RequestKey, Event]]:
+        plan = self._scheduler.plan(self._clock_ns())
+        if plan.work:
+            outcomes = self._runner.run(plan)
+            self._scheduler.commit(plan, outcomes, self._clock_ns())
+        events = self._scheduler.take_events()
+        if not plan.work and not events:
+            raise RuntimeError(f"no work can be planned for {len(self._scheduler.requests)} open requests")
+        return events
+
+    def stats(self) -> dict[str, Any]:
+        scheduler, cache = self._scheduler, self._cache
+        running = scheduler.running
+        decoding = sum(sequence.decoding for sequence in running)
+        values = self._statistics.as_dict()
+        if self._device == "cuda":
+            values["memory"]["gpu"] = torch.cuda.memory_reserved()
+        return values | {
+            "requests": {
+                "active": len(scheduler.requests),
+                "max": self._options.max_batch,
+                "scheduled": len(running),
+                "context": len(running) - decoding,
+                "waiting": len(scheduler.waiting),
+            },
+            "kv": {
+                name: {
+                    "max": pool.count,
+                    "free": pool.available,
+                    "used": pool.used,
+                    "tokens_per": cache.block_tokens,
+                    "reused": pool.reused,
+                    "fraction": pool.used / pool.count,
+                }
+                for name, pool in (("full", cache.full), ("window", cache.window))
+            },
+            "inflight": {
+                "total_context_tokens": scheduler.last_prompt_tokens,
+                "generation_requests": decoding,
+                "paused_requests": scheduler.waiting.paused,
+            },
+        }
+
+    def _guide_for(self, sequence: Sequence) -> GuideMatcher | None:
+        guides = sequence.request.submit.guides
+        return self._compiler.compile(guides) if guides and self._compiler is not None else None
+
+
+def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
+    """Loads the model in `engine_dir` and gives it a KV cache. Raises what load_model raises, and EngineLoadError."""
+    from gptoss_trt.runtime.model import load_model
+
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    torch.set_num_threads(options.threads or settings.read("GPTOSS_TRT_THREADS"))
+    model = load_model(engine_dir, device=device)
+    return ModelCore(model, options, kv_bytes=options.kv_bytes or _free_kv_bytes(device), device=device)
+
+
+def _free_kv_bytes(device: str) -> int:
+    if device == "cuda":
+        free, _total = torch.cuda.mem_get_info()
+        return int(free * CUDA_KV_SHARE)
+    return min(CPU_KV_LIMIT_BYTES, int(psutil.virtual_memory().available * CPU_KV_SHARE))

@@ -1,0 +1,303 @@
+"""Which tokens of which sequences the next step computes: continuous batching, chunked prompts, preemption.
+
+Invariant: every request ends exactly once, blocks are held by running sequences only, and the sequence that ranks first
+always advances, so nothing starves. Pure: time comes as an argument; no tensors, sockets, threads.
+
+A step: (1) cancelled and late requests end; (2) running sequences that decode get one token each, best rank first, and
+take blocks from the worst ranked when the pool is empty (that one is paused and later recomputed); (3) running prompts
+get chunks of the tokens left in the budget; (4) waiting sequences are admitted while their blocks fit, in the queue's
+order and without overtaking. All full-attention blocks of a prompt are taken at its admission, so half-read prompts
+never fight.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gptoss_trt.runtime.engine.core import RequestKey
+from gptoss_trt.runtime.engine.kv_cache import KvCache
+from gptoss_trt.runtime.engine.messages import (
+    Error,
+    ErrorCode,
+    Event,
+    Finished,
+    FinishReason,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+)
+from gptoss_trt.runtime.engine.metrics import Statistics
+from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.waiting import WaitingQueue
+
+PROMPT_LOGPROB_ROWS = 64  # rows of logits that one prompt chunk may ask for: 64 x 201,088 fp32 are 51 MB
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Counts: sequences in one step, tokens in one step, requests that may wait."""
+
+    max_batch: int
+    step_tokens: int
+    max_queue: int
+    prefix_cache: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.max_batch <= self.step_tokens:
+            raise ValueError(f"max_batch is {self.max_batch}; it must lie in 1..step_tokens ({self.step_tokens})")
+
+
+@dataclass(frozen=True)
+class Work:
+    """Tokens [start, start + count) of a sequence; logits are wanted of the last `logits` of them (0: none)."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    logits: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether this work ends with a new token."""
+        return self.start + self.count == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step made of one Work: a token (when it samples), or what went wrong."""
+
+    token: int | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after each row
+    failure: str | None = None
+
+
+@dataclass
+class StepPlan:
+    """The work of one step."""
+
+    work: list[Work] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> int:
+        return sum(work.count for work in self.work)
+
+
+class Scheduler:
+    """Owns the requests and the block accounting. Use: submit / cancel, then plan, run the plan, commit,
+    take_events."""
+
+    def __init__(self, limits: SchedulerLimits, cache: KvCache, statistics: Statistics) -> None:
+        self._limits = limits
+        self._cache = cache
+        self._statistics = statistics
+        self._requests: dict[RequestKey, Request] = {}
+        self._running: list[Sequence] = []  # by rank
+        self._waiting = WaitingQueue(limits.max_queue)
+        self._cancelled: set[RequestKey] = set()
+        self._events: list[tuple[RequestKey, Event]] = []
+        self._orders = 0
+        self.last_prompt_tokens = 0  # prompt tokens of the last step
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests or self._events)
+
+    @property
+    def running(self) -> tuple[Sequence, ...]:
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> WaitingQueue:
+        return self._waiting
+
+    @property
+    def requests(self) -> Mapping[RequestKey, Request]:
+        return self._requests
+
+    def submit(self, key: RequestKey, submit: Submit, arrival_ns: int, seed: int) -> None:
+        """Queues a request that was found valid, or refuses it when the queue is full."""
+        if self._waiting.is_full:
+            limit = self._waiting.limit
+            self.refuse(key, submit, "RESOURCE_EXHAUSTED", f"{limit} requests wait already; the limit is {limit}")
+            return
+        self._orders += 1
+        # Without a shared cache a salt of its own lets only the sequences of one request share blocks.
+        salt = f"shared:{submit.cache_salt}" if self._limits.prefix_cache else f"own:{self._orders}"
+        request = Request(key, submit, arrival_ns, self._orders, seed, salt.encode()[-64:])
+        request.sequences = [Sequence(request, index, list(submit.token_ids)) for index in range(submit.n)]
+        self._requests[key] = request
+        self._waiting.add(request.sequences[0])
+        self._statistics.submitted(len(submit.token_ids))
+
+    def refuse(self, key: RequestKey, submit: Submit, code: ErrorCode, message: str) -> None:
+        self._events.append((key, Error(submit.request_id, code, message)))
+        self._statistics.failed(code)
+
+    def cancel(self, key: RequestKey) -> None:
+        if key in self._requests:
+            self._cancelled.add(key)
+
+    def take_events(self) -> list[tuple[RequestKey, Event]]:
+        events, self._events = self._events, []
+        return events
+
+    # -- planning -----------------------------------------------------------------------------------------------------
+
+    def plan(self, now_ns: int) -> StepPlan:
+        """Ends what is to end and chooses the next step's work."""
+        self._end_cancelled_and_late(now_ns)
+        plan = StepPlan()
+        self._plan_decoding(plan)
+        self._plan_prompts(plan)
+        self._admit(plan, now_ns)
+        return plan
+
+    def _end_cancelled_and_late(self, now_ns: int) -> None:
+        cancelled, self._cancelled = self._cancelled, set()
+        for key in cancelled:
+            for sequence in self._requests[key].sequences:
+                if not sequence.finished:
+                    self._finish(sequence, "cancelled")
+        for request in list(self._requests.values()):
+            if request.deadline_ns is not None and now_ns >= request.deadline_ns:
+                message = f"not finished within its deadline of {request.submit.deadline_ms} ms"
+                self._fail(request, "DEADLINE_EXCEEDED", message)
+
+    def _plan_decoding(self, plan: StepPlan) -> None:
+        for sequence in [s for s in self._running if s.decoding]:
+            while not sequence.paused and not self._cache.extend(sequence, 1):
+                self._pause(self._running[-1])  # planned ones rank better, so it is this one or one not planned yet
+            if not sequence.paused:
+                plan.work.append(Work(sequence, sequence.computed, 1, 1))
+
+    def _plan_prompts(self, plan: StepPlan) -> None:
+        for sequence in [s for s in self._running if not s.decoding]:
+            if sequence.paused:
+                continue
+            while not self._add_chunk(plan, sequence) and not plan.work and self._running[-1] is not sequence:
+                self._pause(self._running[-1])  # nobody advances: the first in rank must
+
+    def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> bool:
+        """Adds what fits of a prompt: the budget, the blocks, and the rows of logits it asks for."""
+        count = min(sequence.pending, self._limits.step_tokens - plan.tokens)
+        wants_rows = sequence.lacks_prompt_logprobs
+        if wants_rows:
+            count = min(count, PROMPT_LOGPROB_ROWS)
+        count = self._cache.longest_extension(sequence, count)
+        if count <= 0 or not self._cache.extend(sequence, count):
+            return False
+        complete = sequence.computed + count == len(sequence.tokens)
+        plan.work.append(Work(sequence, sequence.computed, count, count if wants_rows else int(complete)))
+        return True
+
+    def _admit(self, plan: StepPlan, now_ns: int) -> None:
+        while plan.tokens < self._limits.step_tokens and len(self._running) < self._limits.max_batch:
+            sequence = self._waiting.first(now_ns)
+            if sequence is None:
+                return
+            # Each running sequence may soon need a block: leaving one for each avoids pausing what was just admitted.
+            reuse = not sequence.lacks_prompt_logprobs  # those need every row of the prompt
+            if not self._cache.admit(sequence, reuse=reuse, spare_blocks=len(self._running)):
+                return
+            self._start(sequence, now_ns)
+            self._add_chunk(plan, sequence)
+
+    def _start(self, sequence: Sequence, now_ns: int) -> None:
+        request = sequence.request
+        self._waiting.remove(sequence, served=True)
+        if not sequence.first_scheduled_ns:
+            sequence.first_scheduled_ns = now_ns
+            sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
+            if sequence.index == 0:
+                self._statistics.scheduled((now_ns - request.arrival_ns) / 1e9)
+        sequence.paused = False
+        sequence.rank = (self._waiting.effective_priority(request, now_ns), request.order, sequence.index)
+        bisect.insort(self._running, sequence, key=lambda other: other.rank)
+
+    def _pause(self, sequence: Sequence) -> None:
+        """Takes a sequence's blocks away; it will be computed again from its tokens."""
+        self._running.remove(sequence)
+        self._cache.release(sequence)
+        if sequence.lacks_prompt_logprobs:
+            sequence.request.prompt_logprobs = [None]
+        sequence.paused = True
+        self._waiting.add_paused(sequence)
+        self._statistics.preemptions += 1
+
+    # -- after a step -------------------------------------------------------------------------------------------------
+
+    def commit(self, plan: StepPlan, outcomes: list[Outcome], now_ns: int) -> None:
+        """Takes the outcomes of a plan's work, in its order. `now_ns`: when the step ended."""
+        self._statistics.iterations += 1
+        self.last_prompt_tokens = sum(work.count for work in plan.work if not work.sequence.decoding)
+        for work, outcome in zip(plan.work, outcomes, strict=True):
+            sequence = work.sequence
+            if sequence.finished:
+                continue  # another sequence of its request failed in this step
+            if outcome.failure is not None:
+                self._fail(sequence.request, "INTERNAL", outcome.failure, trusted=False)
+                continue
+            self._cache.advance(sequence, work.count)
+            sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
+            if outcome.token is not None:
+                self._take_token(sequence, outcome.token, outcome.logprobs, now_ns)
+
+    def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int) -> None:
+        request = sequence.request
+        sequence.tokens.append(token)
+        if not sequence.first_token_ns:
+            sequence.first_token_ns = now_ns
+            if sequence.index == 0:
+                self._statistics.first_token((now_ns - request.arrival_ns) / 1e9)
+                for sibling in request.sequences[1:]:
+                    self._waiting.add(sibling)  # the prompt's blocks are known now
+        sequence.last_token_ns = now_ns
+        self._statistics.generated_tokens += 1
+        entries = None if logprobs is None else (logprobs,)
+        self._events.append((request.key, Tokens(request.submit.request_id, sequence.index, (token,), entries)))
+        reason = end_reason(sequence)
+        if reason is not None:
+            self._finish(sequence, reason)
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._leave(sequence, trusted=True)
+        request, usage = sequence.request, sequence.usage()
+        wanted = sequence.wants_prompt_logprobs
+        prompt_logprobs = tuple(request.prompt_logprobs) if wanted else None
+        end = Finished(request.submit.request_id, sequence.index, reason, usage, request.remaining, prompt_logprobs)
+        self._events.append((request.key, end))
+        self._statistics.finished(reason, usage)
+        if not request.remaining:
+            del self._requests[request.key]
+
+    def _fail(self, request: Request, code: ErrorCode, message: str, *, trusted: bool = True) -> None:
+        for sequence in request.sequences:
+            if not sequence.finished:
+                self._leave(sequence, trusted=trusted)
+        self._events.append((request.key, Error(request.submit.request_id, code, message)))
+        self._statistics.failed(code)
+        del self._requests[request.key]
+
+    def _leave(self, sequence: Sequence, *, trusted: bool) -> None:
+        """Ends a sequence wherever it is and gives its blocks back."""
+        sequence.finished = True
+        if sequence in self._running:
+            self._running.remove(sequence)
+            self._cache.release(sequence, trusted=trusted)
+        elif sequence in self._waiting:
+            self._waiting.remove(sequence, served=False)
+
+
+def end_reason(sequence: Sequence) -> FinishReason | None:
+    """Why the sequence ends with its last token: a stop id or sequence (both from min_tokens on), or its length."""
+    submit, tokens, done = sequence.request.submit, sequence.tokens, sequence.output_tokens
+    if done >= submit.min_tokens:
+        if tokens[-1] in submit.stop_ids:
+            return "stop"
+        for stop in submit.stop_sequences:
+            if len(stop) <= done and tuple(tokens[-len(stop) :]) == stop:
+                return "stop"
+    return "length" if done >= submit.max_tokens else None

@@ -1,0 +1,272 @@
+"""The scheduler under random workloads with a virtual clock: nothing leaks, starves, or ends twice, and every key is
+right.
+
+The simulator keeps, for every cell of both pools, which prefix was written there, and checks that each query of each
+step would read exactly its own prefix: that is what makes prefix reuse, windows, pauses and shared prompts correct.
+Longer runs: `python tests/cpu/engine/test_scheduler_simulator.py --steps 1000000 --seed 7`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+
+from gptoss_trt.runtime.engine.core import RequestKey
+from gptoss_trt.runtime.engine.kv_cache import KvCache
+from gptoss_trt.runtime.engine.messages import Error, Finished, Sampling, Submit, TokenLogprobs, Tokens
+from gptoss_trt.runtime.engine.metrics import Statistics
+from gptoss_trt.runtime.engine.scheduler import Outcome, Scheduler, SchedulerLimits, StepPlan, Work
+from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.validation import Limits, refusal
+
+STEP_NS = 5_000_000
+VOCABULARY = 50
+POISON = -1
+LONGEST_WAIT_STEPS = 6000  # steps of 5 ms from arrival to end; the loads below are finite, so a bound exists
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One configuration of the simulated engine and its load."""
+
+    full_blocks: int = 40
+    window_blocks: int = 40
+    block_tokens: int = 4
+    window: int = 8
+    max_batch: int = 6
+    step_tokens: int = 24
+    max_queue: int = 12
+    max_context: int = 120
+    prefix_cache: bool = True
+    arrivals: float = 0.25  # requests a step
+    cancels: float = 0.02
+    failures: float = 0.002
+
+
+SHAPES = {
+    "usual": Shape(),
+    "tight full pool": Shape(full_blocks=31, arrivals=0.5),
+    "tight window pool": Shape(window_blocks=12),
+    "one token a step": Shape(max_batch=1, step_tokens=1, max_context=40, arrivals=0.02),
+    "no prefix cache": Shape(prefix_cache=False),
+    "blocks of one token": Shape(block_tokens=1, full_blocks=130, window_blocks=60, window=3),
+    "window inside a block": Shape(block_tokens=16, window=5, full_blocks=10, window_blocks=20),
+    "flooded": Shape(arrivals=1.5, cancels=0.2),
+}
+
+
+class Simulator:
+    """Drives a Scheduler and checks it after every step."""
+
+    def __init__(self, shape: Shape, seed: int) -> None:
+        self.shape = shape
+        self.random = random.Random(seed)
+        self.cache = KvCache(shape.full_blocks, shape.window_blocks, shape.block_tokens, shape.window)
+        limits = SchedulerLimits(shape.max_batch, shape.step_tokens, shape.max_queue, shape.prefix_cache)
+        self.statistics = Statistics()
+        self.scheduler = Scheduler(limits, self.cache, self.statistics)
+        self.limits = Limits(VOCABULARY, shape.max_context, self.cache.capacity_tokens)
+        self.now_ns = 1_000_000_000
+        self.submitted: dict[RequestKey, Submit] = {}
+        self.arrived: dict[RequestKey, int] = {}
+        self.outputs: dict[tuple[RequestKey, int], list[int]] = {}
+        self.ended: Counter[RequestKey] = Counter()
+        self.answers: dict[tuple[tuple[int, ...], int, str], list[int]] = {}
+        self.full_cells: dict[tuple[int, int], int] = {}
+        self.window_cells: dict[tuple[int, int], int] = {}
+        self.prefixes: dict[Sequence, list[int]] = {}
+        self.longest_wait = 0
+        self.seen: Counter[str] = Counter()
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.random.random() < self.shape.arrivals:
+                self.arrive()
+            self.step()
+        for _ in range(20_000):
+            if not self.scheduler.has_work:
+                break
+            self.step()
+        assert not self.scheduler.has_work, f"{len(self.scheduler.requests)} requests never end"
+        assert set(self.ended) == set(self.submitted) and set(self.ended.values()) <= {1}
+        assert self.cache.full.used == self.cache.window.used == 0
+
+    def arrive(self) -> None:
+        shape, rnd = self.shape, self.random
+        key = (rnd.randrange(3), f"r{len(self.submitted)}")
+        # Prompts share beginnings, so that the prefix cache is hit.
+        stem = [rnd.randrange(2)] * rnd.randrange(1, shape.max_context // 2)
+        prompt = tuple(stem + [rnd.randrange(VOCABULARY) for _ in range(rnd.randrange(1, 8))])
+        submit = Submit(
+            key[1],
+            prompt,
+            max_tokens=max(1, min(rnd.randrange(1, 40), shape.max_context - len(prompt))),
+            sampling=Sampling(seed=0),
+            stop_ids=(3,),
+            n=rnd.choice((1, 1, 1, 2, 3)),
+            priority=rnd.choice((0, 0, 0, 1, -1)),
+            deadline_ms=rnd.choice((None,) * 9 + (200,)),
+            cache_salt=rnd.choice(("", "", "tenant")),
+            prompt_logprobs=rnd.choice((None,) * 9 + (0,)),
+        )
+        assert refusal(submit, self.limits) is None
+        self.submitted[key], self.arrived[key] = submit, self.now_ns
+        self.scheduler.submit(key, submit, self.now_ns, seed=0)
+
+    def step(self) -> None:
+        if self.random.random() < self.shape.cancels and self.scheduler.requests:
+            self.scheduler.cancel(self.random.choice(list(self.scheduler.requests)))
+        plan = self.scheduler.plan(self.now_ns)
+        self.check_plan(plan)
+        outcomes = [self.compute(work) for work in plan.work]
+        self.now_ns += STEP_NS
+        if plan.work:
+            self.scheduler.commit(plan, outcomes, self.now_ns)
+        events = self.scheduler.take_events()
+        assert plan.work or events or not self.scheduler.has_work, "a step without progress"
+        for key, event in events:
+            self.take(key, event)
+        self.check_blocks()
+
+    def check_plan(self, plan: StepPlan) -> None:
+        assert plan.tokens <= self.shape.step_tokens
+        sequences = [work.sequence for work in plan.work]
+        assert len(set(sequences)) == len(sequences) <= self.shape.max_batch
+        for work in plan.work:
+            assert work.count > 0 and work.start == work.sequence.computed
+            assert work.sequence in self.scheduler.running
+
+    def compute(self, work: Work) -> Outcome:
+        """Writes the work's cells, checks what its queries read, and answers with a token fixed by the prefix.
+
+        Now and then it writes poison (NaN, on a real device): seen only when a token is sampled from it or from what
+        was computed on top of it; then the request fails.
+        """
+        sequence = work.sequence
+        prefixes = self.prefixes.setdefault(sequence, [])
+        for token in sequence.tokens[len(prefixes) :]:
+            prefixes.append(hash((prefixes[-1] if prefixes else len(sequence.request.submit.cache_salt), token)))
+        end = work.start + work.count
+        poisoned = self.random.random() < self.shape.failures
+        poisoned |= self.reads_poison(sequence, 0, work.start, work.start, prefixes)
+        for position in range(work.start, end):
+            full, window = self.cells(sequence, position)
+            self.full_cells[full] = self.window_cells[window] = POISON if poisoned else prefixes[position]
+        assert poisoned == self.reads_poison(sequence, 0, end, work.start, prefixes)
+        if poisoned and work.samples:
+            self.seen["poisoned"] += 1
+            return Outcome(failure="planned")
+        return self.answer(work, prefixes)
+
+    def cells(self, sequence: Sequence, position: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The cells of both pools for a position that a windowed layer still sees."""
+        block, offset = divmod(position, self.shape.block_tokens)
+        table = sequence.table
+        index = block - table.window_first
+        assert index >= 0
+        return (table.full[block], offset), (table.window[index], offset)
+
+    def reads_poison(self, sequence: Sequence, start: int, end: int, query: int, prefixes: list[int]) -> bool:
+        """Checks the keys of start..end - 1 that queries from `query` on see; whether poison is among them."""
+        poisoned = False
+        for position in range(start, end):
+            block, offset = divmod(position, self.shape.block_tokens)
+            keys = [self.full_cells[sequence.table.full[block], offset]]
+            if position > query - self.shape.window:
+                keys.append(self.window_cells[self.cells(sequence, position)[1]])
+            assert set(keys) <= {prefixes[position], POISON}, "a key is wrong"
+            poisoned |= POISON in keys
+        return poisoned
+
+    def answer(self, work: Work, prefixes: list[int]) -> Outcome:
+        sequence = work.sequence
+        prompt: tuple[TokenLogprobs, ...] = ()
+        if work.logits and sequence.lacks_prompt_logprobs:
+            last = min(work.start + work.count, sequence.prompt_tokens - 1)
+            prompt = tuple(TokenLogprobs(float(sequence.tokens[p + 1])) for p in range(work.start, last))
+        if not work.samples:
+            return Outcome(prompt_logprobs=prompt)
+        assert work.logits >= 1
+        token = hash((prefixes[-1], sequence.index)) % VOCABULARY
+        return Outcome(token, None, prompt)
+
+    def take(self, key: RequestKey, event: Tokens | Finished | Error) -> None:
+        assert not self.ended[key], "an event after the end"
+        submit = self.submitted[key]
+        if isinstance(event, Tokens):
+            self.outputs.setdefault((key, event.sequence), []).extend(event.token_ids)
+            return
+        wait = (self.now_ns - self.arrived[key]) // STEP_NS
+        self.longest_wait = max(self.longest_wait, wait)
+        if isinstance(event, Error):
+            self.seen[event.code] += 1
+            self.ended[key] += 1
+            return
+        self.seen[event.reason] += 1
+        self.ended[key] += event.remaining == 0
+        output = self.outputs.get((key, event.sequence), [])
+        assert event.usage.completion_tokens == len(output)
+        if event.reason == "cancelled":
+            return
+        assert (len(output) == submit.max_tokens) == (event.reason == "length") or output[-1] == 3
+        # The same prompt gives the same tokens, whatever was cached, paused or shared.
+        expected = self.answers.setdefault((submit.token_ids, event.sequence, submit.cache_salt), output)
+        shared = min(len(expected), len(output))
+        assert output[:shared] == expected[:shared]
+        if event.prompt_logprobs is not None:
+            assert [e.logprob if e else None for e in event.prompt_logprobs] == [
+                None,
+                *map(float, submit.token_ids[1:]),
+            ]
+
+    def check_blocks(self) -> None:
+        self.cache.full.check()
+        self.cache.window.check()
+        running = self.scheduler.running
+        full = Counter(block for sequence in running for block in sequence.table.full)
+        window = Counter(block for sequence in running for block in sequence.table.window)
+        assert self.cache.full.held_counts() == full, "blocks of the full pool leak"
+        assert self.cache.window.held_counts() == window, "blocks of the window pool leak"
+        most = self.cache.least_window_blocks + -(-self.shape.step_tokens // self.shape.block_tokens)
+        assert all(len(sequence.table.window) <= most for sequence in running)
+        assert self.scheduler.waiting.requests <= self.shape.max_queue + self.shape.max_batch
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_random_loads_keep_every_invariant(name: str) -> None:
+    simulator = Simulator(SHAPES[name], seed=20_251)
+    simulator.run(2500)
+    assert simulator.longest_wait < LONGEST_WAIT_STEPS
+    assert simulator.seen["length"] and simulator.seen["stop"] and simulator.seen["cancelled"]
+
+
+def test_failed_steps_fail_their_requests_only() -> None:
+    simulator = Simulator(replace(SHAPES["usual"], failures=0.05), seed=5)
+    simulator.run(2500)
+    assert simulator.seen["poisoned"] > 50 and simulator.seen["length"] > 50  # it spreads, but not to everybody
+
+
+def test_the_loads_reach_what_they_are_for() -> None:
+    tight = Simulator(SHAPES["tight full pool"], seed=1)
+    tight.run(2000)
+    assert tight.statistics.preemptions > 10
+    assert tight.cache.full.reused > 100
+    flooded = Simulator(SHAPES["flooded"], seed=1)
+    flooded.run(1000)
+    assert flooded.seen["RESOURCE_EXHAUSTED"] > 50
+    assert flooded.seen["DEADLINE_EXCEEDED"] > 5
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--seed", type=int, default=1)
+    chosen = parser.parse_args()
+    for number, (shape_name, shape) in enumerate(SHAPES.items()):
+        run = Simulator(shape, chosen.seed + number)
+        run.run(chosen.steps // len(SHAPES))
+        print(shape_name, dict(run.seen), f"preemptions {run.statistics.preemptions}, longest {run.longest_wait} steps")
