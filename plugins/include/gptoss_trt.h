@@ -103,14 +103,14 @@ typedef struct gptoss_trt_moe_gemm_args {
   int32_t max_tokens; /* the most tokens that this workspace was sized for, at least `tokens` */
   const void* weights; /* [E][gptoss_trt_moe_weight_bytes], 128-byte aligned */
   const void* bias;    /* bf16 [E, n], or null for none */
-  const void* x;       /* e4m3; GATE_UP [T, k] by token, DOWN [P, k] by sorted row; 16-byte aligned */
+  const void* x; /* e4m3; GATE_UP [T, k] by token, DOWN [P, k] by sorted row; 16-byte aligned */
   const float* x_scale;          /* GATE_UP [ceil(k / 128), T]; DOWN [ceil(k / group), P], not read
                                     when STATIC */
   const int32_t* expert_offsets; /* [E + 1]: expert e owns the sorted rows [o[e], o[e + 1]) */
   const int32_t* row_slots;      /* [P]: sorted row -> token x top_k + slot */
   const float* expert_weights;   /* [T, top_k] routing weights; DOWN only */
-  void* out;        /* GATE_UP: e4m3 [P, n / 2] by sorted row. DOWN: [T, top_k, n]. Rows behind o[E],
-                       and (token, slot) pairs that no row names, are not written. */
+  void* out; /* GATE_UP: e4m3 [P, n / 2] by sorted row. DOWN: [T, top_k, n]. Rows behind o[E],
+                and (token, slot) pairs that no row names, are not written. */
   float* out_scale; /* GATE_UP: [ceil(n / 2 / group), P]; not written when STATIC */
   void* workspace;  /* 256-byte aligned; may be null when the query says 0 bytes */
   uint64_t workspace_bytes;

@@ -1,5 +1,6 @@
 // The Hopper instructions that the kernels use, one function each: barriers in shared memory, bulk
-// copies, WGMMA on e4m3, dependent launch. Addresses of shared memory are 32-bit (`shared_address`).
+// copies, WGMMA on e4m3, dependent launch. Addresses of shared memory are 32-bit
+// (`shared_address`).
 #ifndef GPTOSS_TRT_CORE_PTX_CUH_
 #define GPTOSS_TRT_CORE_PTX_CUH_
 
@@ -198,7 +199,7 @@ __device__ __forceinline__ void wgmma_e4m3<8>(float (&d)[4], const uint32_t (&a)
 
 template <>
 __device__ __forceinline__ void wgmma_e4m3<16>(float (&d)[8], const uint32_t (&a)[4], uint64_t b,
-                                              int accumulate) {
+                                               int accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"
@@ -214,7 +215,7 @@ __device__ __forceinline__ void wgmma_e4m3<16>(float (&d)[8], const uint32_t (&a
 
 template <>
 __device__ __forceinline__ void wgmma_e4m3<32>(float (&d)[16], const uint32_t (&a)[4], uint64_t b,
-                                              int accumulate) {
+                                               int accumulate) {
   asm volatile(
       "{\n"
       ".reg .pred accumulate;\n"

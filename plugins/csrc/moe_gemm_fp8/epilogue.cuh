@@ -36,8 +36,9 @@ __device__ __forceinline__ uint8_t quantise_static(float value) {
 }
 
 // One warp quantises channels [first, last) of one sorted row of h from h_values: scale = amax /
-// 448 (1 where that is 0), value = h / scale, both by IEEE division.
-__device__ inline void quantise_group(const Params& p, int row, int group) {
+// 448 (1 where that is 0), value = h / scale, both by IEEE division. Not inlined: its registers
+// would make the kernel spill.
+static __device__ __noinline__ void quantise_group(const Params& p, int row, int group) {
   const int lane = threadIdx.x % 32;
   const int channels = p.n / 2;
   const int first = group * p.scale_group;

@@ -10,7 +10,7 @@ namespace gptoss::moe {
 
 struct LaunchOptions {
   bool gate_up;
-  bool x_scale_per_64;   // DOWN in BLOCK64 mode
+  bool x_scale_per_64;  // DOWN in BLOCK64 mode
   bool dependent_launch;
   int multiprocessors;
   cudaStream_t stream;

@@ -20,20 +20,19 @@ constexpr int kMaxStages = 32;
 constexpr int kMinStages = kConsumers;
 constexpr int kMaxSplit = 8;
 // sm_90: what one block may take, less what the kernels declare statically.
-constexpr int kSharedBytesLimit = 227 * 1024 - 128;
+constexpr int kSharedBytesLimit = 227 * 1024 - 512;
 // Up to this many tokens the experts in use are too few strips for all multiprocessors.
 constexpr int kSplitTokens = 2;
 
 // Byte offsets into the block's dynamic shared memory.
 struct SharedLayout {
-  int barriers;       // full[kMaxStages], empty[kMaxStages], partial full[2], partial free[2]
-  int table;          // code table, then 16 zero bytes
-  int offsets;        // [E + 1] rows, then [E + 1] token blocks before an expert
-  int row_info;       // per token of the block: source row, output row, routing weight
-  int tokens;         // e4m3 core matrices [K / 16][token block / 8][8][16]
-  int scales;         // f32 [scale groups][token block]
-  int partials;       // 2 x (kConsumers - 1) fragments of f32 [64 x token block]
-  int ring;           // stages of one record
+  int barriers;  // full[kMaxStages], empty[kMaxStages], partial full[2], partial free[2]
+  int offsets;   // [E + 1] rows, then [E + 1] token blocks before an expert
+  int row_info;  // per token of the block: source row, output row, routing weight
+  int tokens;    // e4m3 core matrices [K / 16][token block / 8][8][16]
+  int scales;    // f32 [scale groups][token block]
+  int partials;  // 2 x (kConsumers - 1) fragments of f32 [64 x token block]
+  int ring;      // stages of one record
   int stage_bytes;
   int stages;
   int total_bytes;

@@ -15,16 +15,23 @@ constexpr int kInstructionsPerRecord = 4;
 
 using Fragments = uint32_t[kInstructionsPerRecord][4];
 
+// The code table and 16 zero bytes, in shared memory at an address that the compiler knows. 15 rows
+// of 8 bytes lie in 32 different banks, so any lanes may read any rows at once.
+struct ReaderTable {
+  uint2 codes[kTableRows];
+  uint4 zeros;
+};
+
 template <Storage kStorage>
 struct WeightReader;
 
 template <>
 struct WeightReader<Storage::kMxfp4> {
-  // `table` is the code table's address, 16 zero bytes behind it. Every thread of a warpgroup
-  // calls it; `thread` is its place there. Absent halves give zero weights.
-  static __device__ __forceinline__ void load(uint32_t record, uint32_t table, int thread,
+  // Every thread of a warpgroup calls it; `thread` is its place there. Absent halves give zero
+  // weights.
+  static __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, int thread,
                                               bool second_half, Fragments& a) {
-    const uint32_t zeros = table + sizeof(CodeTable);
+    const uint32_t zeros = shared_address(&table.zeros);
     const uint32_t shifts = record + kHeaderBytes + thread / 32 * 16 + thread % 32 / 2;
     const uint32_t nibbles = record + kHeaderBytes + kShiftBytes + thread * 16;
     const uint32_t later = second_half ? nibbles + half_bytes(Storage::kMxfp4) : zeros;
@@ -35,10 +42,11 @@ struct WeightReader<Storage::kMxfp4> {
   }
 
  private:
-  static __device__ __forceinline__ void expand(uint4 words, uint32_t shift, uint32_t table,
-                                                uint32_t (&first)[4], uint32_t (&second)[4]) {
-    const uint2 low = load_shared_u64(table + (shift & 15) * 8);
-    const uint2 high = load_shared_u64(table + (shift >> 4) * 8);
+  static __device__ __forceinline__ void expand(uint4 words, uint32_t shift,
+                                                const ReaderTable& table, uint32_t (&first)[4],
+                                                uint32_t (&second)[4]) {
+    const uint2 low = table.codes[shift & 15];
+    const uint2 high = table.codes[shift >> 4];
     expand_word(words.x, low, first[0], first[2]);
     expand_word(words.y, high, first[1], first[3]);
     expand_word(words.z, low, second[0], second[2]);
@@ -56,9 +64,9 @@ struct WeightReader<Storage::kMxfp4> {
 
 template <>
 struct WeightReader<Storage::kFp8> {
-  static __device__ __forceinline__ void load(uint32_t record, uint32_t table, int thread,
+  static __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, int thread,
                                               bool second_half, Fragments& a) {
-    const uint32_t zeros = table + sizeof(CodeTable);
+    const uint32_t zeros = shared_address(&table.zeros);
     const uint32_t mine = record + kHeaderBytes + thread * 16;
 #pragma unroll
     for (int i = 0; i < kInstructionsPerRecord; ++i) {

@@ -21,9 +21,9 @@ namespace gptoss::moe {
 
 __constant__ constexpr CodeTable kCodeTable = make_code_table();
 
-constexpr int kTokensBarrier = 1;       // named barrier of all consumers
-constexpr int kWarpgroupBarrier = 2;    // and of warpgroup w: kWarpgroupBarrier + w
-constexpr int kCoreRows = 8;            // tokens of one core matrix
+constexpr int kTokensBarrier = 1;     // named barrier of all consumers
+constexpr int kWarpgroupBarrier = 2;  // and of warpgroup w: kWarpgroupBarrier + w
+constexpr int kCoreRows = 8;          // tokens of one core matrix
 constexpr int kCoreBytes = 128;
 constexpr int kBarrierBytes = 8;
 
@@ -33,6 +33,7 @@ enum class Product : int { kGateUp = 1, kDown = 2 };
 struct Shared {
   uint8_t* base;
   const SharedLayout& at;
+  const ReaderTable& table;
 
   __device__ uint32_t address(int offset) const { return shared_address(base + offset); }
   __device__ uint32_t full(int stage) const { return address(at.barriers) + stage * kBarrierBytes; }
@@ -66,8 +67,7 @@ __device__ __forceinline__ void copy_token_run(const Params& p, const uint8_t* s
                 : make_uint4(0, 0, 0, 0);
   }
   *reinterpret_cast<uint4*>(target) = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
-  *reinterpret_cast<uint4*>(target + chunk_stride) =
-      make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
+  *reinterpret_cast<uint4*>(target + chunk_stride) = make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
   *reinterpret_cast<uint4*>(target + 2 * chunk_stride) =
       make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
   *reinterpret_cast<uint4*>(target + 3 * chunk_stride) =
@@ -93,6 +93,7 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
   const int groups_of_8 = tokens / kCoreRows;
   const int chunk_stride = groups_of_8 * kCoreBytes;  // bytes between 16-column chunks
   const int runs = p.records * (kRecordColumns / kHalfColumns);
+#pragma unroll 2  // 8 loads of 16 bytes in flight; more would cost the kernel registers
   for (int i = thread; i < runs * tokens; i += kConsumerThreads) {
     const int inside = i % kCoreRows;
     const int group = i / kCoreRows % groups_of_8;
@@ -100,8 +101,8 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
     const int token = group * kCoreRows + inside;
     const uint8_t* source =
         token < item.rows ? p.x + static_cast<int64_t>(shared.source_row()[token]) * p.k : nullptr;
-    uint8_t* target = shared.base + shared.at.tokens + run * 4 * chunk_stride +
-                      group * kCoreBytes + inside * 16;
+    uint8_t* target =
+        shared.base + shared.at.tokens + run * 4 * chunk_stride + group * kCoreBytes + inside * 16;
     copy_token_run(p, source, run * kHalfColumns, target, chunk_stride);
   }
   const int scale_rows = kScale64 ? ceil_div(p.k, kHalfColumns) : p.records;
@@ -111,10 +112,9 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
     const int group = i / tokens;
     float scale = 0.0f;
     if (token < item.rows && group < scale_rows) {
-      scale = p.x_scale == nullptr
-                  ? kStaticScale
-                  : __ldg(p.x_scale + static_cast<int64_t>(group) * p.x_rows +
-                          shared.source_row()[token]);
+      scale = p.x_scale == nullptr ? kStaticScale
+                                   : __ldg(p.x_scale + static_cast<int64_t>(group) * p.x_rows +
+                                           shared.source_row()[token]);
     }
     shared.scales()[i] = scale;
   }
@@ -131,8 +131,8 @@ __device__ __forceinline__ void start_sum(const Params& p, const Item& item, int
   float low = 0.0f, high = 0.0f;
   const int row = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
   if (with_bias && row < p.n) {  // n is even
-    const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(
-        p.bias + static_cast<int64_t>(item.expert) * p.n + row));
+    const uint32_t pair = __ldg(
+        reinterpret_cast<const uint32_t*>(p.bias + static_cast<int64_t>(item.expert) * p.n + row));
     low = __uint_as_float(pair << 16);
     high = __uint_as_float(pair & 0xFFFF0000u);
   }
@@ -168,7 +168,6 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
                                          float (&sum)[kTokens / 2]) {
   constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
-  const uint32_t table = shared.address(shared.at.table);
   const WgmmaDescriptor tokens(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
   const uint32_t scales = shared.address(shared.at.scales) + thread % 4 * 8;
   const int skip = (warpgroup - item.record_begin) & (kConsumers - 1);
@@ -178,7 +177,7 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
     const uint32_t stage = shared.stage(ring.stage);
     const bool second_half = record + 1 < p.records || p.tail_halves == 2;
     Fragments a;
-    WeightReader<kStorage>::load(stage, table, thread, second_half, a);
+    WeightReader<kStorage>::load(stage, shared.table, thread, second_half, a);
     const float weight_scale = load_shared_f32(stage);
     wgmma_operands_ready(a);
     __syncwarp();
@@ -387,8 +386,7 @@ __device__ inline void produce(const Params& p, const Shared& shared) {
   for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
        cursor.advance()) {
     const Item item = cursor.item();
-    const uint8_t* strip =
-        p.weights + item.expert * p.expert_bytes + item.strip * p.strip_bytes;
+    const uint8_t* strip = p.weights + item.expert * p.expert_bytes + item.strip * p.strip_bytes;
     for (int record = item.record_begin; record < item.record_end; ++record) {
       const int halves = record + 1 < p.records ? 2 : p.tail_halves;
       const uint32_t bytes = record_bytes(kStorage, halves);
@@ -436,7 +434,8 @@ template <Storage kStorage, Product kProduct, bool kScale64>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_gemm_wgmma_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t dynamic_shared[];
-  const Shared shared{dynamic_shared, p.shared};
+  __shared__ __align__(128) ReaderTable table;
+  const Shared shared{dynamic_shared, p.shared, table};
   if (!p.routing_ready) dependency_wait();
   if (threadIdx.x < 32) {
     count_token_blocks(p, shared.rows_before(), shared.rows_before() + p.experts + 1);
@@ -451,10 +450,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       barrier_init(shared.partial_free(lane), 128);
     }
     barrier_init_fence();
-  } else if (threadIdx.x < 64 + 2 * kTableRows + 4) {
-    const int word = threadIdx.x - 64;
-    reinterpret_cast<uint32_t*>(dynamic_shared + p.shared.table)[word] =
-        word < 2 * kTableRows ? kCodeTable.words[word / 2][word % 2] : 0;
+  } else if (threadIdx.x < 64 + kTableRows) {
+    const int row = threadIdx.x - 64;
+    table.codes[row] = make_uint2(kCodeTable.words[row][0], kCodeTable.words[row][1]);
+    if (row == 0) table.zeros = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
   if (threadIdx.x >= kConsumerThreads) {

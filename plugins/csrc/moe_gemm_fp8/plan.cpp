@@ -47,10 +47,10 @@ uint64_t partial_bytes(const gptoss_trt_moe_gemm_args& args, int tokens) {
 
 SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) {
   const auto storage = static_cast<Storage>(args.storage);
-  const int scale_rows = args.product == GPTOSS_TRT_MOE_DOWN &&
-                                 args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64
-                             ? 2 * records(args.k)
-                             : records(args.k);
+  const int scale_rows =
+      args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64
+          ? 2 * records(args.k)
+          : records(args.k);
   SharedLayout shared{};
   int end = 0;
   const auto take = [&end](int bytes) {
@@ -59,13 +59,12 @@ SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) 
     return at;
   };
   shared.barriers = take((2 * kMaxStages + 4) * kBarrierBytes);
-  shared.table = take(static_cast<int>(sizeof(CodeTable)) + 16);
   shared.offsets = take(2 * (args.experts + 1) * static_cast<int>(sizeof(int32_t)));
   shared.row_info = take(3 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
   shared.tokens = take(records(args.k) * kRecordColumns * token_block);
   shared.scales = take(scale_rows * token_block * static_cast<int>(sizeof(float)));
-  shared.partials = take(2 * (kConsumers - 1) * kStripRows * token_block *
-                         static_cast<int>(sizeof(float)));
+  shared.partials =
+      take(2 * (kConsumers - 1) * kStripRows * token_block * static_cast<int>(sizeof(float)));
   shared.stage_bytes = align_shared(record_bytes(storage, 2));
   shared.ring = end;
   shared.stages = std::min(kMaxStages, (kSharedBytesLimit - end) / shared.stage_bytes);
@@ -83,8 +82,8 @@ int scale_group(int scale_mode) {
 
 Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
   Plan plan{};
-  plan.kind = args.plan == GPTOSS_TRT_MOE_PLAN_SIMT ? GPTOSS_TRT_MOE_PLAN_SIMT
-                                                    : GPTOSS_TRT_MOE_PLAN_WGMMA;
+  plan.kind =
+      args.plan == GPTOSS_TRT_MOE_PLAN_SIMT ? GPTOSS_TRT_MOE_PLAN_SIMT : GPTOSS_TRT_MOE_PLAN_WGMMA;
   plan.token_block = token_block_for(args.tokens);
   plan.k_split = plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT ? 1 : split_for(args, args.tokens);
   plan.shared = make_shared(args, plan.token_block);
@@ -96,8 +95,8 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
   const int most = args.max_tokens;
   const uint64_t blocks = most_token_blocks(args, most);
   const bool quantises = args.product == GPTOSS_TRT_MOE_GATE_UP;
-  const bool through_values = quantises && (groups_per_row(args) > 0 ||
-                                            args.plan == GPTOSS_TRT_MOE_PLAN_SIMT);
+  const bool through_values =
+      quantises && (groups_per_row(args) > 0 || args.plan == GPTOSS_TRT_MOE_PLAN_SIMT);
   uint64_t partials = args.k_split > 1 ? partial_bytes(args, most) : 0;
   if (args.k_split == 0) {
     for (int tokens = 1; tokens <= std::min(most, kSplitTokens); ++tokens) {
@@ -111,8 +110,7 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
     return at;
   };
   layout.split_tickets = take(partials > 0 ? blocks * strips(args.n) * sizeof(int32_t) : 0);
-  layout.group_tickets =
-      take(quantises ? blocks * groups_per_row(args) * sizeof(int32_t) : 0);
+  layout.group_tickets = take(quantises ? blocks * groups_per_row(args) * sizeof(int32_t) : 0);
   layout.counter_bytes = end;
   layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
   layout.partials = take(partials);

@@ -65,8 +65,7 @@ gptoss_trt_status check_sizes(const Args* args) {
     if (status != GPTOSS_TRT_OK) return status;
   }
   if (args->product == GPTOSS_TRT_MOE_DOWN) {
-    const auto status =
-        check_range("out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32);
+    const auto status = check_range("out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32);
     if (status != GPTOSS_TRT_OK) return status;
   }
   if ((args->flags & ~kKnownFlags) != 0) {
@@ -181,10 +180,11 @@ gptoss_trt_status check_plan(const Args& args, const Plan& plan) {
                 kMaxGridY, args.tokens * args.top_k);
   }
   if (plan.shared.total_bytes <= kSharedBytesLimit) return GPTOSS_TRT_OK;
-  return fail(GPTOSS_TRT_UNSUPPORTED,
-              "moe_gemm_fp8: k %d with %d tokens a block needs %d bytes of shared memory, more than "
-              "%d",
-              args.k, plan.token_block, plan.shared.total_bytes, kSharedBytesLimit);
+  return fail(
+      GPTOSS_TRT_UNSUPPORTED,
+      "moe_gemm_fp8: k %d with %d tokens a block needs %d bytes of shared memory, more than "
+      "%d",
+      args.k, plan.token_block, plan.shared.total_bytes, kSharedBytesLimit);
 }
 
 gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
@@ -203,11 +203,10 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
     return fail(GPTOSS_TRT_UNSUPPORTED,
                 "moe_gemm_fp8: compute capability %d.x, the library holds sm_90a code only", major);
   }
-  const LaunchOptions options{args.product == GPTOSS_TRT_MOE_GATE_UP,
-                              args.product == GPTOSS_TRT_MOE_DOWN &&
-                                  args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64,
-                              (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors,
-                              stream};
+  const LaunchOptions options{
+      args.product == GPTOSS_TRT_MOE_GATE_UP,
+      args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64,
+      (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors, stream};
   const Params params = make_params(args, plan, layout);
   const auto storage = static_cast<Storage>(args.storage);
   error = plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT ? launch_simt(storage, params, options)
@@ -252,8 +251,8 @@ extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_mo
   const WorkspaceLayout layout = make_workspace(*args);
   status = check_workspace(*args, layout);
   if (status != GPTOSS_TRT_OK || layout.counter_bytes == 0) return status;
-  const cudaError_t error = cudaMemsetAsync(args->workspace, 0, layout.counter_bytes,
-                                            static_cast<cudaStream_t>(stream));
+  const cudaError_t error =
+      cudaMemsetAsync(args->workspace, 0, layout.counter_bytes, static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("cudaMemsetAsync", error);
 }
 

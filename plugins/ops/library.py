@@ -1,0 +1,164 @@
+"""Finds libgptoss_trt.so, checks its version and gives its C functions Python signatures (ctypes; no torch).
+
+Invariant: the argument struct here equals the header's, field by field (a test compiles the header and compares), and a
+library of another ABI version is never called. Must not know tensors: pointers are plain integers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from enum import IntEnum
+from pathlib import Path
+
+ABI_VERSION = 1
+NAME = "libgptoss_trt.so"
+_HERE = Path(__file__).resolve()
+# Beside the packages (a wheel, or plugins/lib of a clone), then where `make library` builds.
+SEARCH_PATHS = (_HERE.parents[1] / "lib" / NAME, _HERE.parents[2] / "build" / "cuda" / NAME)
+
+
+class LibraryError(RuntimeError):
+    """The library is not there or not ours, or a call failed; the text is the library's own where it has one."""
+
+
+class Product(IntEnum):
+    """gptoss_trt_moe_product."""
+
+    GATE_UP = 1
+    DOWN = 2
+
+
+class Storage(IntEnum):
+    """gptoss_trt_moe_storage."""
+
+    MXFP4 = 1
+    FP8 = 2
+
+
+class ScaleMode(IntEnum):
+    """gptoss_trt_scale_mode."""
+
+    STATIC = 1
+    BLOCK128 = 2
+    BLOCK64 = 3
+
+
+class Plan(IntEnum):
+    """gptoss_trt_moe_plan."""
+
+    AUTO = 0
+    SIMT = 1
+    WGMMA = 2
+
+
+class OutDtype(IntEnum):
+    """gptoss_trt_dtype."""
+
+    NONE = 0
+    BF16 = 1
+    FP32 = 2
+
+
+DEPENDENT_LAUNCH = 1
+ROUTING_READY = 2
+
+
+class MoeGemmArgs(ctypes.Structure):
+    """gptoss_trt_moe_gemm_args; the header says what each field means. `size` is filled in."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("product", ctypes.c_int32),
+        ("storage", ctypes.c_int32),
+        ("scale_mode", ctypes.c_int32),
+        ("plan", ctypes.c_int32),
+        ("k_split", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("top_k", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("max_tokens", ctypes.c_int32),
+        ("weights", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("x", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("expert_offsets", ctypes.c_void_p),
+        ("row_slots", ctypes.c_void_p),
+        ("expert_weights", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("out_scale", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
+    )
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(MoeGemmArgs), **values)
+
+
+class Library:
+    """The loaded library. Methods raise LibraryError with the library's text when a call fails."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._handle = ctypes.CDLL(str(path))
+            version = int(self._handle.gptoss_trt_abi_version())
+        except (OSError, AttributeError) as error:
+            raise LibraryError(f"{path} cannot be loaded: {error}") from error
+        if version != ABI_VERSION:
+            raise LibraryError(f"{path} has ABI version {version}; this build calls {ABI_VERSION}")
+        self._handle.gptoss_trt_last_error.restype = ctypes.c_char_p
+        pointer, stream, size = ctypes.POINTER(MoeGemmArgs), ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
+        self._handle.gptoss_trt_moe_weight_bytes.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, size)
+        self._handle.gptoss_trt_moe_gemm_fp8_workspace.argtypes = (pointer, size)
+        self._handle.gptoss_trt_moe_gemm_fp8_prepare.argtypes = (pointer, stream)
+        self._handle.gptoss_trt_moe_gemm_fp8.argtypes = (pointer, stream)
+
+    def _check(self, status: int) -> None:
+        if status != 0:
+            raise LibraryError(self._handle.gptoss_trt_last_error().decode("utf-8", "replace"))
+
+    def moe_weight_bytes(self, storage: Storage, n: int, k: int) -> int:
+        """Bytes of one expert's [n, k] weight in layout sm90_v1."""
+        size = ctypes.c_uint64()
+        self._check(self._handle.gptoss_trt_moe_weight_bytes(storage, n, k, ctypes.byref(size)))
+        return size.value
+
+    def moe_gemm_workspace(self, args: MoeGemmArgs) -> int:
+        """Bytes of workspace that calls with these arguments need, up to max_tokens tokens."""
+        size = ctypes.c_uint64()
+        self._check(self._handle.gptoss_trt_moe_gemm_fp8_workspace(ctypes.byref(args), ctypes.byref(size)))
+        return size.value
+
+    def moe_gemm_prepare(self, args: MoeGemmArgs, stream: int) -> None:
+        """Zeroes the workspace's counters on the stream: once per workspace, ahead of its first call."""
+        self._check(self._handle.gptoss_trt_moe_gemm_fp8_prepare(ctypes.byref(args), stream))
+
+    def moe_gemm(self, args: MoeGemmArgs, stream: int) -> None:
+        """Launches the product on the stream (a cudaStream_t as an integer); does not wait."""
+        self._check(self._handle.gptoss_trt_moe_gemm_fp8(ctypes.byref(args), stream))
+
+
+@functools.cache
+def load() -> Library:
+    """The library of the first of SEARCH_PATHS that exists. Raises LibraryError listing all of them."""
+    for path in SEARCH_PATHS:
+        if path.is_file():
+            return Library(path)
+    tried = ", ".join(map(str, SEARCH_PATHS))
+    raise LibraryError(f"{NAME} is not built (make library); tried {tried}")
+
+
+def unusable() -> str | None:
+    """Why the library cannot be called here, or None (a probe for the dispatch table; loads it)."""
+    try:
+        load()
+    except LibraryError as error:
+        return str(error)
+    return None

@@ -1,0 +1,147 @@
+"""The library as nvcc builds it: what it exports, what it refuses without a GPU, and that no kernel spills."""
+
+from __future__ import annotations
+
+import fcntl
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from gptoss_trt.ops import weight_layout
+from gptoss_trt.ops.library import Library, LibraryError, MoeGemmArgs, Plan, Product, ScaleMode, Storage
+
+ROOT = Path(__file__).parents[3]
+HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
+BUILD = ROOT / "build" / "cuda-test"
+SHAPES = [(5760, 2880), (2880, 2880), (3072, 2880), (2688, 2880), (2880, 1344), (768, 2880), (512, 256), (100, 96)]
+
+
+@pytest.fixture(scope="module")
+def build_log() -> str:
+    """Compiles into build/cuda-test from the start of the kernels, so that ptxas reports on each."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with (BUILD / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        options = ["-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_CUDA_COMPILER={shutil.which('nvcc')}"]
+        for command in (
+            ["cmake", "-S", str(ROOT / "plugins"), "-B", str(BUILD), *options],
+            ["cmake", "--build", str(BUILD), "--clean-first"],
+        ):
+            done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
+            assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def library(build_log: str) -> Library:
+    assert build_log
+    return Library(BUILD / "libgptoss_trt.so")
+
+
+def arguments(**changes: int) -> MoeGemmArgs:
+    values = {
+        "product": Product.GATE_UP,
+        "storage": Storage.MXFP4,
+        "scale_mode": ScaleMode.BLOCK128,
+        "experts": 32,
+        "tokens": 8,
+        "max_tokens": 64,
+        "top_k": 4,
+        "n": 5760,
+        "k": 2880,
+    }
+    return MoeGemmArgs(**(values | changes))
+
+
+def test_exported_symbols_equal_the_header(library: Library) -> None:
+    declared = set(re.findall(r"\b(gptoss_trt_\w+)\(", re.sub(r"/\*.*?\*/", "", HEADER.read_text(), flags=re.S)))
+    listing = subprocess.run(
+        ["nm", "-D", "--defined-only", str(library.path)], capture_output=True, text=True, check=True
+    )
+    assert {line.split()[-1] for line in listing.stdout.splitlines()} == declared
+    assert len(declared) == 6
+
+
+def test_links_no_framework(library: Library) -> None:
+    needed = subprocess.run(["readelf", "-d", str(library.path)], capture_output=True, text=True, check=True).stdout
+    names = set(re.findall(r"NEEDED.*\[(.*?)\]", needed))
+    assert not [name for name in names if "torch" in name or "cudart" in name or "stdc++" in name], names
+
+
+def test_no_kernel_spills_and_wgmma_is_not_serialised(build_log: str) -> None:
+    kernels = re.findall(r"Compiling entry function '(\S+)'", build_log)
+    assert len([name for name in kernels if "wgmma" in name]) == 6
+    spills = [int(number) for number in re.findall(r"(\d+) bytes spill", build_log)]
+    assert spills and max(spills) == 0, build_log
+    assert "serialized" not in build_log
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("storage", list(Storage))
+def test_weight_bytes_equal_the_packer(library: Library, storage: Storage, n: int, k: int) -> None:
+    assert library.moe_weight_bytes(storage, n, k) == weight_layout.expert_bytes(n, k, storage is Storage.MXFP4)
+
+
+def test_packed_weights_are_smaller_than_the_checkpoint(library: Library) -> None:
+    assert library.moe_weight_bytes(Storage.MXFP4, 5760, 2880) < 5760 * 2880 * 4.25 / 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"product": 3}, "product is 3, outside 1 to 2"),
+        ({"storage": 0}, "storage is 0"),
+        ({"scale_mode": 9}, "scale_mode is 9"),
+        ({"plan": 7}, "plan is 7"),
+        ({"k_split": 9}, "k_split is 9, outside 0 to 8"),
+        ({"experts": 0}, "experts is 0"),
+        ({"tokens": 65}, "tokens is 65, outside 0 to 64"),
+        ({"top_k": 33}, "top_k is 33"),
+        ({"n": 5761}, "n is 5761"),
+        ({"k": 100}, "k is 100, not a multiple of 32"),
+        ({"flags": 8}, "flags 0x8 are unknown"),
+        ({"product": Product.DOWN}, "out_dtype is 0"),
+    ],
+)
+def test_refuses_with_the_value(library: Library, changes: dict[str, int], words: str) -> None:
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.moe_gemm_workspace(arguments(**changes))
+
+
+def test_refuses_another_struct_size(library: Library) -> None:
+    args = arguments()
+    args.size -= 8
+    with pytest.raises(LibraryError, match="this library's struct has"):
+        library.moe_gemm_workspace(args)
+
+
+def test_refuses_null_and_misaligned_pointers(library: Library) -> None:
+    with pytest.raises(LibraryError, match="weights is null"):
+        library.moe_gemm(arguments(), 0)
+    args = arguments()
+    args.weights = 4096 + 16
+    with pytest.raises(LibraryError, match="weights at 0x1010 is not aligned to 128"):
+        library.moe_gemm(args, 0)
+
+
+def test_no_tokens_launch_nothing(library: Library) -> None:
+    args = arguments(tokens=0)
+    args.workspace, args.workspace_bytes = 4096, 1 << 40
+    library.moe_gemm(args, 0)
+
+
+def test_workspace_grows_with_max_tokens_and_is_checked(library: Library) -> None:
+    sizes = [library.moe_gemm_workspace(arguments(tokens=1, max_tokens=most)) for most in (1, 8, 64, 512)]
+    assert sizes == sorted(sizes) and sizes[-1] >= 512 * 4 * 2880 * 4
+    args = arguments()
+    args.workspace, args.workspace_bytes = 4096, 100
+    with pytest.raises(LibraryError, match="workspace has 100 bytes"):
+        library.moe_gemm_prepare(args, 0)
+
+
+def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:
+    assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, k_split=1)) == 0
+    assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, plan=Plan.SIMT, k_split=1)) > 0
