@@ -17,8 +17,25 @@ from gptoss_trt.ops.schemas import SCHEMAS
 
 Implementation = Callable[..., None]
 
+_KERNELS = "gptoss_trt.triton_kernels"
+
 # (op, implementation's name) -> "module:function".
-_TARGETS: dict[tuple[str, str], str] = {}
+_TARGETS: dict[tuple[str, str], str] = {
+    ("embedding", "triton"): f"{_KERNELS}.dense:embedding",
+    ("rmsnorm_quant", "triton"): f"{_KERNELS}.rmsnorm_quant:rmsnorm_quant",
+    ("act_quant", "triton"): f"{_KERNELS}.act_quant:act_quant",
+    ("dense", "triton"): f"{_KERNELS}.dense:dense",
+    ("dense_fp8", "triton"): f"{_KERNELS}.dense:dense_fp8",
+    ("kv_slots", "triton"): f"{_KERNELS}.rope_kv_append:kv_slots",
+    ("rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:rope_kv_append",
+    ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
+    ("attention_decode", "triton"): f"{_KERNELS}.attention:attention_decode",
+    ("moe_route", "triton"): f"{_KERNELS}.moe_route:moe_route",
+    ("moe_gate_up", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_gate_up",
+    ("moe_down", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_down",
+    ("moe_combine", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine",
+    ("moe_combine_norm", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine_norm",
+}
 
 # Implementation's name -> "module:function" returning None when it can be used here, else the reason why not.
 _PROBES: dict[str, str] = {}
