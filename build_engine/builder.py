@@ -13,7 +13,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +85,11 @@ class BuildResult:
 
 @dataclass(frozen=True)
 class _Job:
-    """One weight, or some of its rows."""
+    """One weight, or some of its rows, or one expert of it; `place` says which in an error."""
 
     name: str
     run: Callable[[], None]
+    place: str = ""
 
 
 def build_engine(
@@ -152,7 +153,8 @@ class _Plan:
             for stem in ("gate_up", "down"):
                 yield self._job(f"{prefix}moe.{stem}.bias", self._expert_bias, f"{prefix}moe.", stem)
                 for expert in range(config.num_experts):
-                    yield self._job(f"{prefix}moe.{stem}", self._expert, f"{prefix}moe.", stem, expert)
+                    job = self._job(f"{prefix}moe.{stem}", self._expert, f"{prefix}moe.", stem, expert)
+                    yield replace(job, place=f" of expert {expert}")
         yield self._job("norm.weight", self._plain, "", "norm.weight")
         yield from self._vocabulary("lm_head")
 
@@ -226,10 +228,10 @@ def _finish(future: Future[None], job: _Job, checkpoint: Checkpoint) -> None:
     try:
         future.result()
     except FormatError as error:
-        names = [name for name in checkpoint.keys if name.startswith(job.name)]
-        where = checkpoint.tensors[names[0]].path if names else checkpoint.folder
-        keys = ", ".join(checkpoint.keys[name] for name in names[:2])
-        raise CheckpointError(f"{where}: tensor {keys or job.name}: {error}") from error
+        known = (name for name in (f"{job.name}.blocks", f"{job.name}.weight", job.name) if name in checkpoint.keys)
+        name = next(known, None)
+        where, key = (checkpoint.tensors[name].path, checkpoint.keys[name]) if name else (checkpoint.folder, job.name)
+        raise CheckpointError(f"{where}: tensor {key}{job.place}: {error}") from error
 
 
 def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:

@@ -137,8 +137,8 @@ def _exactness_text(exactness: Any) -> Iterator[str]:
         at = blocks["largest_spread_at"]
         yield (
             f"  MXFP4 as FP8 128x128: {blocks['exact']} of {blocks['total']} blocks exact, {blocks['rounded']} "
-            f"rounded; largest spread {blocks['largest_spread_octaves']} octaves at {at['tensor']}, expert {at['expert']}, "
-            f"block {at['block']}"
+            f"rounded; largest spread {blocks['largest_spread_octaves']} octaves at {at['tensor']}, "
+            f"expert {at['expert']}, block {at['block']}"
         )
         for place in blocks["rounded_at"]:
             yield f"    rounded: {place['tensor']}, expert {place['expert']}: {place['blocks']} blocks"
