@@ -166,7 +166,7 @@ def _nucleus(probabilities: torch.Tensor, settings: list[Sampling]) -> torch.Ten
 def _draw(weights: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
     """The column of each row where the running sum of `weights` passes its random share; [rows, 1], int64."""
     sums = weights.cumsum(-1)
-    total = sums[:, -1:]
+    total = sums[:, -1:].contiguous()
     share = _column([uniform(s.request.seed, s.index, s.output_tokens) for s in sequences], weights)
     choice = torch.searchsorted(sums, share * total, right=True)
     last = torch.searchsorted(sums, total)  # rounding may put the share on the total: the last weight that counts
