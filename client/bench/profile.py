@@ -64,7 +64,9 @@ def _counts(outputs: list[Outputs], inputs: Outputs) -> list[int]:
         totals = [int(_scalar(output["num_output_tokens"])) for output in outputs]
         return [total - before for before, total in zip([0, *totals], totals, strict=False)]
     if "output_ids" in outputs[0]:
-        return [int(_scalar(output["sequence_length"])) for output in outputs]
+        whole = not inputs.get("streaming") and not inputs.get("exclude_input_in_output")
+        prompt = (_input_tokens(outputs, inputs) or 0) if whole else 0  # which then begins the answer
+        return [int(_scalar(output["sequence_length"])) - prompt for output in outputs]
     if "response" in outputs[0]:
         return _chat_counts(outputs)
     raise ProfileError(

@@ -208,8 +208,11 @@ def test_profiles_of_tokens_count_by_sequence_length_else():
         {"output_ids": [1, 2], "sequence_length": 2, "num_output_tokens": 777},
         {"output_ids": 3, "sequence_length": 1},
     ]
-    record = record_of(profile_request(outputs, input_ids=[1, 2, 3]))
+    record = record_of(profile_request(outputs, input_ids=[1, 2, 3], streaming=True))
     assert (record.output_tokens, record.input_tokens) == (3, 3)
+    whole = [{"output_ids": [1, 2, 3, 7, 8], "sequence_length": 5}]
+    assert record_of(profile_request(whole, input_ids=[1, 2, 3])).output_tokens == 2
+    assert record_of(profile_request(whole, input_ids=[1, 2, 3], exclude_input_in_output=True)).output_tokens == 5
 
 
 def test_profiles_of_chat_count_by_usage():
@@ -224,7 +227,7 @@ def test_profiles_of_chat_count_by_usage():
 
 
 def test_profiles_keep_empty_answers_as_errors(tmp_path):
-    good = profile_request([{"output_ids": 3, "sequence_length": 1}], input_ids=[1])
+    good = profile_request([{"output_ids": 3, "sequence_length": 1}], input_ids=[1], streaming=True)
     path = tmp_path / "p.json"
     experiment = {"experiment": {"mode": "concurrency", "value": 2}, "requests": [good, profile_request([{}])]}
     path.write_text(json.dumps({"experiments": [experiment]}))
