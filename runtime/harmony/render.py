@@ -30,8 +30,8 @@ DEFAULT_EFFORT = "medium"
 def render_chat(request: Mapping[str, Any], *, current_date: str) -> list[int]:
     """The prompt of a chat request (`messages`) or a Responses request (`input`), up to `<|start|>assistant`.
 
-    `current_date`: what the system message says, as YYYY-MM-DD; injected, so that a prompt depends on its arguments only.
-    Leading system and developer messages become one developer message, with the tools and the response format; later
+    `current_date`: what the system message says, as YYYY-MM-DD; injected, so a prompt depends on its arguments only.
+    Leading system and developer messages become one developer message with the tools and the response format; later
     ones stay where they are. Analysis that a final answer followed is dropped. Raises ConversationError.
     """
     tools = read_tools(request)

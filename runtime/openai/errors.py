@@ -1,0 +1,55 @@
+"""Refusals and failures in the shape of the OpenAI API.
+
+Owns the mapping from the engine's error codes to HTTP statuses. Invariant: every error has a status, a type and a text
+that names the value and the limit. Must not know HTTP servers or requests.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+from gptoss_trt.runtime.engine.messages import ErrorCode
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "invalid_request_error",
+    413: "invalid_request_error",
+    429: "rate_limit_error",
+}
+_STATUSES: dict[ErrorCode, int] = {
+    "INVALID_ARGUMENT": 400,
+    "RESOURCE_EXHAUSTED": 429,
+    "UNAVAILABLE": 503,
+    "DEADLINE_EXCEEDED": 504,
+    "INTERNAL": 500,
+}
+
+
+class RequestError(ValueError):
+    """A request that is not served. `status`: HTTP status; `param`: the place in the request; `code`: a short word."""
+
+    def __init__(self, status: int, param: str | None, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.message = message
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
+        kind = _TYPES.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def engine_error(code: ErrorCode, message: str) -> RequestError:
+    """The engine's error as a RequestError."""
+    return RequestError(_STATUSES[code], None, message, code.lower())
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` for the nearest of `known`, or nothing."""
+    near = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
