@@ -1,0 +1,190 @@
+"""Times moe_gemm_fp8 at the two models' shapes: one JSON line per (model, product, storage, batch).
+
+    python tests/perf/ops_moe.py --model gpt-oss-120b --batch 1 8 32 64 128
+
+Weights of several layers (several GB) are multiplied in turn inside one CUDA graph, each launch with its own random
+routing, so L2 holds nothing that a launch needs. `share_of_bound` is counted bytes (experts in use, in the storage's
+own format as TARGETS counts them) over 4.54 TB/s, divided by the measured time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from gptoss_trt.ops import library, weight_layout
+from gptoss_trt.ops.library import Plan, Storage
+from gptoss_trt.ops.moe_gemm_fp8 import Options, moe_down, moe_gate_up
+from gptoss_trt.reference import fp8_block
+
+HIDDEN, INTER, TOP_K = 2880, 2880, 4
+EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
+BANDWIDTH = 4.54e12  # bytes per second, the most that a kernel which only reads reached on an H200
+BYTES_PER_WEIGHT = {Storage.MXFP4: 4.25 / 8, Storage.FP8: 1.0 + 4 / (128 * 128)}
+H_GROUPS = {"static": 0, "block64": 64, "block128": 128}
+LAYER_BYTES = 4 << 30  # of packed weights at least, spread over layers
+MIN_LAUNCHES = 24
+
+
+def random_packed(experts: int, n: int, k: int, storage: Storage) -> torch.Tensor:
+    """Packed weights u8 [experts, bytes] with group scales 2^-9 to 2^-7 and nibbles uniform."""
+    if storage is Storage.MXFP4:
+        blocks = torch.randint(0, 256, (experts, n, k // 32, 16), dtype=torch.uint8, device="cuda")
+        scales = torch.randint(118, 121, (experts, n, k // 32), dtype=torch.uint8, device="cuda")
+        return weight_layout.pack_mxfp4(blocks, scales)
+    weight = (torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 64).to(fp8_block.E4M3)
+    scale = torch.full((experts, -(-n // 128), -(-k // 128)), 2.0**-12, device="cuda")
+    return weight_layout.pack_fp8(weight, scale)
+
+
+class Routing:
+    """Random distinct experts for each token, sorted as moe_route leaves them."""
+
+    def __init__(self, tokens: int, experts: int) -> None:
+        ids = torch.rand(tokens, experts).topk(TOP_K).indices.reshape(-1)
+        self.slots = torch.argsort(ids, stable=True).to(torch.int32).cuda()
+        counts = torch.bincount(ids, minlength=experts)
+        self.distinct = int((counts > 0).sum())
+        offsets = torch.zeros(experts + 1, dtype=torch.int32)
+        offsets[1:] = counts.cumsum(0)
+        self.offsets = offsets.cuda()
+
+
+class Bench:
+    """Weights of one (model, product, storage) and timed launches over them."""
+
+    def __init__(self, model: str, product: str, storage: Storage) -> None:
+        self.model, self.product, self.storage = model, product, storage
+        self.experts = EXPERTS[model]
+        self.n, self.k = (2 * INTER, HIDDEN) if product == "gate_up" else (HIDDEN, INTER)
+        size = self.experts * weight_layout.expert_bytes(self.n, self.k, storage is Storage.MXFP4)
+        self.layers = [random_packed(self.experts, self.n, self.k, storage) for _ in range(-(-LAYER_BYTES // size))]
+        self.bias = torch.randn(self.experts, self.n, device="cuda").to(torch.bfloat16)
+
+    def measure(self, tokens: int, h_scale: str, options: Options, repeats: int) -> dict[str, Any]:
+        group = H_GROUPS[h_scale]
+        launches = max(MIN_LAUNCHES, len(self.layers))
+        routings = [Routing(tokens, self.experts) for _ in range(launches)]
+        run = self._launcher(tokens, group, options)
+        stream = torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.stream(stream):
+            run(self.layers[0], routings[0])
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for i, routing in enumerate(routings):
+                run(self.layers[i % len(self.layers)], routing)
+        seconds = []
+        for i in range(repeats + 2):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if i >= 2:
+                seconds.append(begin.elapsed_time(end) / 1e3 / launches)
+        return self._record(tokens, h_scale, options, routings, statistics.median(seconds))
+
+    def _launcher(self, tokens: int, group: int, options: Options) -> Any:
+        rows, none = tokens * TOP_K, torch.empty(0)
+        groups = -(-INTER // group) if group else 0
+        h = (torch.randn(rows, INTER, device="cuda") * 8).to(fp8_block.E4M3)
+        h_scales = torch.rand(groups, rows, device="cuda") / 100
+        scales = h_scales if group else None
+        if self.product == "gate_up":
+            x = (torch.randn(tokens, HIDDEN, device="cuda") * 64).to(fp8_block.E4M3)
+            x_scale = torch.rand(-(-HIDDEN // 128), tokens, device="cuda") / 100
+
+            def gate_up(packed: torch.Tensor, routing: Routing) -> None:
+                moe_gate_up(
+                    x, x_scale, packed, none, self.bias, routing.offsets, none, routing.slots, TOP_K, 7.0, 1.702,
+                    "sm90_v1", group, h, scales, options,
+                )  # fmt: skip
+
+            return gate_up
+        weights = torch.rand(tokens, TOP_K, device="cuda")
+        out = torch.empty(tokens, TOP_K, HIDDEN, device="cuda", dtype=torch.bfloat16)
+
+        def down(packed: torch.Tensor, routing: Routing) -> None:
+            moe_down(
+                h, scales, packed, none, self.bias, weights, routing.offsets, none, routing.slots, "sm90_v1", group,
+                out, options,
+            )  # fmt: skip
+
+        return down
+
+    def _record(
+        self, tokens: int, h_scale: str, options: Options, routings: list[Routing], seconds: float
+    ) -> dict[str, Any]:
+        distinct = statistics.mean(routing.distinct for routing in routings)
+        counted = distinct * self.n * self.k * BYTES_PER_WEIGHT[self.storage]
+        packed = distinct * weight_layout.expert_bytes(self.n, self.k, self.storage is Storage.MXFP4)
+        return {
+            "op": f"moe_{self.product}",
+            "model": self.model,
+            "storage": self.storage.name.lower(),
+            "batch": tokens,
+            "h_scale": h_scale,
+            "k_split": options.k_split,
+            "flags": options.flags,
+            "experts": self.experts,
+            "n": self.n,
+            "k": self.k,
+            "distinct_experts": round(distinct, 2),
+            "counted_bytes": round(counted),
+            "packed_bytes": round(packed),
+            "operations": 2 * tokens * TOP_K * self.n * self.k,
+            "us": round(seconds * 1e6, 2),
+            "packed_tb_per_s": round(packed / seconds / 1e12, 3),
+            "share_of_bound": round(counted / BANDWIDTH / seconds, 4),
+        }
+
+
+def commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
+    parser.add_argument("--product", nargs="+", choices=["gate_up", "down"], default=["gate_up", "down"])
+    parser.add_argument("--storage", nargs="+", choices=["mxfp4", "fp8"], default=["mxfp4", "fp8"])
+    parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128])
+    parser.add_argument("--h-scale", nargs="+", choices=list(H_GROUPS), default=["static"])
+    parser.add_argument("--k-split", nargs="+", type=int, default=[0])
+    parser.add_argument("--dependent-launch", action="store_true", help="launch with programmatic dependent launch")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--library", type=Path, help="another build of libgptoss_trt.so")
+    parser.add_argument("--label", help="a word for the record, to tell builds apart")
+    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    args = parser.parse_args()
+    if args.library is not None:
+        library.SEARCH_PATHS = (args.library,)
+    flags = library.DEPENDENT_LAUNCH | library.ROUTING_READY if args.dependent_launch else 0
+    torch.manual_seed(0)
+    extra = {"card": torch.cuda.get_device_name(), "commit": commit()} | ({"label": args.label} if args.label else {})
+    for model in args.model:
+        for product in args.product:
+            for storage in args.storage:
+                bench = Bench(model, product, Storage[storage.upper()])
+                for tokens in args.batch:
+                    for h_scale in args.h_scale:
+                        for split in args.k_split:
+                            options = Options(Plan.WGMMA, split, flags)
+                            line = json.dumps(extra | bench.measure(tokens, h_scale, options, args.repeats))
+                            print(line, flush=True)
+                            if args.out is not None:
+                                with args.out.open("a") as file:
+                                    file.write(line + "\n")
+                del bench
+
+
+if __name__ == "__main__":
+    main()
