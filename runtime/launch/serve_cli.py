@@ -31,16 +31,24 @@ Examples:
 """
 
 
+class StartInterruptedError(Exception):
+    """A signal came before the server was ready."""
+
+
 class Signals:
-    """Counts SIGTERM and SIGINT: the first one drains, the second one ends."""
+    """Counts SIGTERM and SIGINT: the first one drains, the second one ends. While starting, one raises instead."""
 
     def __init__(self) -> None:
         self.count = 0
+        self.starting = True
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
+        if self.starting:
+            self.starting = False
+            raise StartInterruptedError(signal.Signals(number).name)
 
 
 @click.command(epilog=EPILOG)
@@ -88,6 +96,10 @@ def serve(
         server = start_server(options)
     except (LaunchError, settings.SettingsError) as error:
         raise click.ClickException(str(error)) from error
+    except StartInterruptedError as interruption:
+        click.echo(f"{interruption} while starting: ended", err=True)
+        return 128 + signal.Signals[str(interruption)].value
+    signals.starting = False
     try:
         _announce(server, as_json, start)
     except LaunchError as error:

@@ -25,6 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from gptoss_trt.build_engine.spec import Manifest, SpecError
+from gptoss_trt.runtime.engine.script import SCRIPT_NAME
 from gptoss_trt.runtime.launch import settings
 from gptoss_trt.runtime.launch.repository import assemble_repository
 from gptoss_trt.runtime.launch.server_binary import (
@@ -41,6 +43,10 @@ RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
 FOREVER_S = 10**6  # tritonserver crashes (status 139) when its own exit timeout passes; ours ends it cleanly before
 KILL_GRACE_S = 5.0
 POLL_S = 0.1
+SHM_FOLDER = Path("/dev/shm")
+SHM_RECORD = "shm-prefix"
+# What the python backend logs when it will wait for a stub for ever.
+STUB_FAILURES = ("Failed to preinitialize Python stub", "error while loading shared libraries")
 
 
 @dataclass(frozen=True)
@@ -121,6 +127,7 @@ class TritonServer:
             **self.options.parameters,
         }
         repository = assemble_repository(self.folder / "models", parameters, decoupled=self.options.decoupled)
+        (self.folder / SHM_RECORD).write_text(self._shm_prefix, encoding="ascii")
         key_file = self.folder / "admin.key"
         key_file.touch(mode=0o600)
         key_file.write_text(self.admin_key, encoding="ascii")
@@ -139,7 +146,7 @@ class TritonServer:
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
         """Waits until the server answers its readiness endpoint. Raises LaunchError with the log's end when the server
-        ends first or the time is up."""
+        ends first, a stub cannot start or the time is up."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
             self._raise_if_dead()
@@ -208,8 +215,7 @@ class TritonServer:
             with contextlib.suppress(ProcessLookupError):  # the whole group is gone, as it should be
                 os.killpg(self.process.pid, signal.SIGKILL)
         self._end_engine()
-        for region in Path("/dev/shm").glob(f"{self._shm_prefix}*"):
-            region.unlink(missing_ok=True)
+        _remove_regions(self.folder)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
         self._lock.close()
 
@@ -223,6 +229,9 @@ class TritonServer:
         status = self.process.poll()
         if status is not None:
             raise LaunchError(f"tritonserver ended with status {status}; {self.log_tail()}")
+        for line in self.log_path.read_text(errors="replace").splitlines():
+            if any(failure in line for failure in STUB_FAILURES):
+                raise LaunchError(f"a model's stub does not start: {line.strip()} (log: {self.log_path})")
 
     def _wait(self, timeout_s: float) -> bool:
         assert self.process is not None
@@ -243,6 +252,7 @@ class TritonServer:
 def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> TritonServer:
     """Starts tritonserver over the engine and waits until it is ready. The caller stops it. Raises LaunchError when
     the binary, its libraries, a port or the folder cannot be had, and SettingsError for a bad environment variable."""
+    _check_engine(options.engine_dir)
     binary = find_server()
     check_stub(binary)
     ports = _take_ports(options)
@@ -255,6 +265,16 @@ def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> T
         server.clean()
         raise
     return server
+
+
+def _check_engine(engine_dir: Path) -> None:
+    """An unusable engine is told here, before a server is started that would only repeat it."""
+    if (engine_dir / SCRIPT_NAME).is_file():
+        return
+    try:
+        Manifest.read(engine_dir)
+    except SpecError as error:
+        raise LaunchError(str(error)) from error
 
 
 def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
@@ -288,9 +308,20 @@ def _take_folder(options: ServerOptions, http_port: int) -> tuple[Path, IO[str]]
     except OSError as error:
         lock.close()
         raise LaunchError(f"{folder} belongs to a server that runs; choose another port or state folder") from error
+    _remove_regions(folder)
     for leftover in ("models", "backends"):
         shutil.rmtree(folder / leftover, ignore_errors=True)
     return folder, lock
+
+
+def _remove_regions(folder: Path) -> None:
+    """Removes the shared memory of the server that last used `folder`, one that was killed included."""
+    record = folder / SHM_RECORD
+    if record.is_file():
+        prefix = record.read_text(encoding="ascii")
+        for region in SHM_FOLDER.glob(f"{prefix}*") if prefix else ():
+            region.unlink(missing_ok=True)
+        record.unlink()
 
 
 def describe(server: TritonServer) -> dict[str, Any]:

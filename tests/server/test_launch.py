@@ -1,0 +1,187 @@
+"""`gptoss-trt serve` as its users start it: ready by a real answer, closed by default, drained, nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ENGINE = {
+    "step_ms": 5,
+    "max_context": 100_000,
+    "full_blocks": 2048,
+    "block_tokens": 64,
+    "default": {"echo": True},
+    "scripts": [{"match": [1, 2, 3, 4], "tokens": [11, 12, 13, 14], "cycle": True}],
+}
+FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
+
+
+class Serve:
+    """A `gptoss-trt serve` process and its announcement."""
+
+    def __init__(self, folder: Path, *options: str) -> None:
+        engine = folder / "engine"
+        engine.mkdir(exist_ok=True)
+        (engine / "scripted.json").write_text(json.dumps(ENGINE), encoding="utf-8")
+        command = [sys.executable, "-m", "gptoss_trt", "serve", str(engine), "--json", *FREE_PORTS]
+        command += ["--model", "tensorrt_llm", "--model", "ensemble", "--state-dir", str(folder / "state"), *options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    def announcement(self) -> dict[str, Any]:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, self.process.communicate()[1]
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def end(self, number: int = signal.SIGTERM, timeout_s: float = 40.0) -> tuple[int, str]:
+        """Exit status and stderr after a signal."""
+        self.process.send_signal(number)
+        _, errors = self.process.communicate(timeout=timeout_s)
+        return self.process.returncode, errors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """A folder for one server; what it leaves in /dev/shm fails the test."""
+    before = {path.name for path in Path("/dev/shm").iterdir()}
+    yield tmp_path
+    prefix = next(iter((tmp_path / "state").glob("server-*/shm-prefix")), None)
+    assert prefix is None, f"{prefix} still names shared memory"
+    ours = f"gptoss_{os.getpid()}"
+    assert not [name for name in {path.name for path in Path("/dev/shm").iterdir()} - before if name.startswith(ours)]
+
+
+def stream(url: str, max_tokens: int, into: list[Any]) -> threading.Thread:
+    """Reads an endless answer in a thread; each event goes to `into`, what ends it as a string."""
+    body = {"input_ids": [1, 2, 3, 4], "input_lengths": 4, "request_output_len": max_tokens, "streaming": True}
+
+    def read() -> None:
+        request = urllib.request.Request(f"{url}/v2/models/tensorrt_llm/generate_stream", json.dumps(body).encode())
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                into.extend(json.loads(line[5:]) for line in answer if line.startswith(b"data:"))
+        except OSError as error:
+            into.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    return thread
+
+
+def status_of(url: str, data: bytes | None = None, headers: dict[str, str] | None = None) -> int:
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, data, headers or {}), timeout=10) as answer:
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+def test_it_is_closed_by_default_and_ends_cleanly(folder: Path) -> None:
+    serve = Serve(folder)
+    told = serve.announcement()
+    assert told["http"].startswith("http://127.0.0.1:") and told["ready_s"] > 0
+    state = Path(told["state"])
+    assert state.stat().st_mode & 0o777 == 0o700
+    key = (state / "admin.key").read_text()
+    assert (state / "admin.key").stat().st_mode & 0o077 == 0
+    for path, body in (("repository/index", b"{}"), ("logging", None), ("trace/setting", None),
+                       ("systemsharedmemory/status", None)):  # fmt: skip
+        url = f"{told['http']}/v2/{path}"
+        assert status_of(url, body) == 403, path
+        assert status_of(url, body, {"gptoss-admin-key": key}) == 200, path
+        assert status_of(url, body, {"gptoss-admin-key": key + "x"}) == 403, path
+    assert serve.end() == (0, serve_drain_line(30))
+
+
+def serve_drain_line(seconds: int) -> str:
+    return f"draining for at most {seconds} s; a second signal ends at once\n"
+
+
+def test_sigterm_lets_a_stream_finish(folder: Path) -> None:
+    serve = Serve(folder)
+    events: list[Any] = []
+    thread = stream(serve.announcement()["http"], 400, events)  # 2 s at 5 ms a step
+    time.sleep(0.5)
+    status, _ = serve.end()
+    thread.join(20)
+    assert status == 0
+    assert sum(len(event["output_ids"]) for event in events if isinstance(event["output_ids"], list)) >= 1
+    assert isinstance(events[-1], dict)
+    assert events[-1]["finish_reason"] == "length"
+
+
+def test_what_outlasts_the_drain_is_cancelled(folder: Path) -> None:
+    serve = Serve(folder, "--drain-seconds", "1")
+    events: list[Any] = []
+    thread = stream(serve.announcement()["http"], 50_000, events)
+    time.sleep(0.5)
+    start = time.monotonic()
+    status, _ = serve.end()
+    assert status == 0
+    assert time.monotonic() - start < 12
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_a_second_signal_ends_at_once(folder: Path) -> None:
+    serve = Serve(folder, "--drain-seconds", "60")
+    events: list[Any] = []
+    thread = stream(serve.announcement()["http"], 50_000, events)
+    time.sleep(0.5)
+    serve.process.send_signal(signal.SIGTERM)
+    time.sleep(0.5)
+    start = time.monotonic()
+    status, _ = serve.end(signal.SIGINT)
+    assert status == 0
+    assert time.monotonic() - start < 12
+    thread.join(20)
+
+
+def test_a_signal_while_starting_ends_it(folder: Path) -> None:
+    serve = Serve(folder)
+    deadline = time.monotonic() + 30
+    while not list((folder / "state").glob("server-*/shm-prefix")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    status, errors = serve.end()
+    assert status == 128 + signal.SIGTERM
+    assert "SIGTERM while starting" in errors
+
+
+def test_a_taken_port_is_named(folder: Path) -> None:
+    serve = Serve(folder)
+    port = serve.announcement()["http"].rsplit(":", 1)[1]
+    second = Serve(folder, "--http-port", port)
+    _, errors = second.process.communicate(timeout=60)
+    assert second.process.returncode == 1
+    assert f"HTTP port {port} of 127.0.0.1 is taken" in errors
+    assert serve.end()[0] == 0
+
+
+def test_no_engine_is_a_plain_error(tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "gptoss_trt",
+        "serve",
+        str(tmp_path),
+        "--state-dir",
+        str(tmp_path / "s"),
+        *FREE_PORTS,
+    ]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode == 1
+    assert "is not an engine directory: manifest.json is missing" in result.stderr
+    assert "Traceback" not in result.stderr
