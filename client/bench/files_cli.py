@@ -15,7 +15,7 @@ from rich.console import Console
 
 from gptoss_trt.client.bench.inputs import input_data
 from gptoss_trt.client.bench.measure import Slo
-from gptoss_trt.client.bench.perf_analyzer import CACHE, UnavailableError, command
+from gptoss_trt.client.bench.perf_analyzer import CACHE, UnavailableError, command, write_script
 from gptoss_trt.client.bench.profile import ProfileError, read_profile
 from gptoss_trt.client.bench.report import json_line, print_tables
 from gptoss_trt.client.bench.serve_cli import lengths
@@ -28,6 +28,9 @@ Example:
   gptoss-trt bench perf-analyzer -- -m ensemble -i grpc --streaming --async -u localhost:8001 \\
       --input-data inputs.json --request-count 32 --concurrency-range 4 --profile-export-file profile.json
   gptoss-trt bench profile profile.json
+\b
+  gptoss-trt bench perf-analyzer --script ~/bin
+  genai-perf profile -m ensemble --backend tensorrtllm --streaming --url localhost:8001 --tokenizer engine/
 \b
 --request-count needs a profile file that does not exist yet.
 """
@@ -78,11 +81,21 @@ def profile(file: Path, slo_ttft_ms: float | None, slo_tpot_ms: float | None, as
     epilog=INPUTS_EPILOG,
 )
 @click.option("--cache", type=click.Path(file_okay=False, path_type=Path), default=CACHE, show_default=True)
+@click.option(
+    "--script",
+    "folder",
+    type=click.Path(file_okay=False, path_type=Path),
+    metavar="FOLDER",
+    help="Only write a script named perf_analyzer there; with it on PATH genai-perf 0.0.16 works.",
+)
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def perf_analyzer(cache: Path, arguments: tuple[str, ...]) -> None:
+def perf_analyzer(cache: Path, folder: Path | None, arguments: tuple[str, ...]) -> None:
     """Run perf_analyzer 2.51 with the arguments given; the first run downloads it into a cache folder."""
     try:
+        if folder is not None:
+            click.echo(write_script(folder, cache))
+            return
         line, environment = command(list(arguments), cache)
-    except UnavailableError as error:
+    except (UnavailableError, FileExistsError) as error:
         raise click.ClickException(str(error)) from error
     os.execve(line[0], line, environment)

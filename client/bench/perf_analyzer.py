@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import shlex
 import stat
 import subprocess
 import sys
@@ -22,6 +23,13 @@ VERSION = "2.51.0"
 CACHE = Path("~/.cache/gptoss-trt/perf_analyzer")
 MEMBER = f"tritonclient-{VERSION}.data/data/bin/perf_analyzer"
 LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
+
+MARK = "# written by gptoss-trt bench perf-analyzer"
+SCRIPT = """\
+#!/bin/sh
+{mark}
+LD_LIBRARY_PATH={libraries}${{LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}} exec {binary} "$@"
+"""
 
 
 class UnavailableError(RuntimeError):
@@ -89,3 +97,21 @@ def command(arguments: list[str], cache: Path = CACHE) -> tuple[list[str], dict[
     binary = fetch(cache)
     paths = [str(libraries(binary.parent)), os.environ.get("LD_LIBRARY_PATH", "")]
     return [str(binary), *arguments], {**os.environ, "LD_LIBRARY_PATH": ":".join(path for path in paths if path)}
+
+
+def write_script(folder: Path, cache: Path = CACHE) -> Path:
+    """Writes a `perf_analyzer` script into a folder, so that tools that look for it on PATH (genai-perf) find this one.
+
+    Raises UnavailableError, or FileExistsError for a file of that name that this function did not write.
+    """
+    binary = fetch(cache)
+    text = SCRIPT.format(
+        mark=MARK, libraries=shlex.quote(str(libraries(binary.parent))), binary=shlex.quote(str(binary))
+    )
+    script = folder / "perf_analyzer"
+    if script.exists() and MARK not in script.read_text(encoding="utf-8", errors="replace"):
+        raise FileExistsError(f"{script} exists and is another perf_analyzer")
+    folder.mkdir(parents=True, exist_ok=True)
+    script.write_text(text, encoding="utf-8")
+    script.chmod(0o755)
+    return script

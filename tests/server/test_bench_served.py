@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from gptoss_trt.client.bench.perf_analyzer import command
+from gptoss_trt.client.bench.perf_analyzer import command, write_script
 from gptoss_trt.client.bench.profile import read_profile
 
 DATA = Path(__file__).parents[1] / "data" / "perf"
@@ -85,6 +85,16 @@ def test_perf_analyzer_without_streaming(triton: Any, tmp_path: Path) -> None:
     [(_load, summary)] = read_profile(profile)
     assert summary.output_tokens == 5 * len(requests)
     assert all(len(request["response_timestamps"]) <= 2 for request in requests)  # the answer, and an empty end
+
+
+def test_a_script_for_tools_that_look_for_perf_analyzer(tmp_path: Path) -> None:
+    script = bench("perf-analyzer", "--script", str(tmp_path)).strip()
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, timeout=30, check=False)
+    assert "Perf Analyzer Version 2.51.0" in done.stderr
+    bench("perf-analyzer", "--script", str(tmp_path))
+    Path(script).write_text("#!/bin/sh\n")
+    with pytest.raises(FileExistsError, match="is another perf_analyzer"):
+        write_script(tmp_path)
 
 
 def ensemble_payload(streaming: bool, tokens: int | None) -> dict[str, Any]:
