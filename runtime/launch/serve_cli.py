@@ -10,12 +10,16 @@ import logging
 import signal
 import sys
 import time
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import click
 
+from gptoss_trt.runtime.engine.core import EngineLoadError
+from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
 from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
 from gptoss_trt.runtime.launch.stub_watch import StubWatch
@@ -63,6 +67,13 @@ class Signals:
 @click.option("--unary", is_flag=True, help="Non-decoupled models, for clients that only do unary infer.")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="How long streams may finish after SIGTERM.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Sockets, logs and the assembled repository.")
+@click.option(
+    "--engine-option",
+    "engine_options",
+    multiple=True,
+    metavar="NAME=VALUE",
+    help="Option of the engine process, e.g. max_batch=64 or step_tokens=512 (repeatable).",
+)
 @click.option("--verbose", default=0, show_default=True, help="tritonserver's --log-verbose.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as one JSON line.")
 def serve(
@@ -73,6 +84,7 @@ def serve(
     unary: bool,
     models: tuple[str, ...],
     drain_seconds: float,
+    engine_options: tuple[str, ...],
     **chosen: Any,
 ) -> int:
     """Serve ENGINE_DIR from tritonserver until SIGTERM or Ctrl-C."""
@@ -89,6 +101,10 @@ def serve(
         drain_s=drain_seconds,
         **chosen,
     )
+    try:
+        options = replace(options, engine=parse_engine_options(engine_options))
+    except EngineLoadError as error:
+        raise click.UsageError(str(error)) from error
     signals = Signals()
     start = time.monotonic()
     try:
@@ -106,6 +122,25 @@ def serve(
         server.stop(drain_s=0)
         raise click.ClickException(str(error)) from error
     return _serve_until_signal(server, signals)
+
+
+def parse_engine_options(texts: Sequence[str]) -> EngineOptions:
+    """Engine options from `name=value` texts; GPTOSS_TRT_THREADS is the default of `threads`. Raises EngineLoadError
+    for an unknown name or a value that the option cannot have."""
+    known = {option.name: option for option in fields(EngineOptions)}
+    values: dict[str, Any] = {"threads": settings.read("GPTOSS_TRT_THREADS")}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not equals or name not in known:
+            raise EngineLoadError(f"engine option {text!r} is not NAME=VALUE of {', '.join(known)}")
+        default = known[name].default
+        if isinstance(default, bool):
+            if value not in ("true", "false"):
+                raise EngineLoadError(f"engine option {name} is {value!r}; allowed: true, false")
+            values[name] = value == "true"
+        else:
+            values[name] = int(value) if isinstance(default, int) and value.isdecimal() else value
+    return EngineOptions(**values)
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:

@@ -25,7 +25,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
+
 from gptoss_trt.build_engine.spec import Manifest, SpecError
+from gptoss_trt.runtime.engine.location import EngineHome
+from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import SCRIPT_NAME
 from gptoss_trt.runtime.launch import settings
 from gptoss_trt.runtime.launch.repository import assemble_repository
@@ -46,6 +50,7 @@ POLL_S = 0.1
 SHM_FOLDER = Path("/dev/shm")
 SHM_RECORD = "shm-prefix"
 # What the python backend logs when it will wait for a stub for ever.
+ENGINE_MODULE = "gptoss_trt.runtime.engine.process"
 STUB_FAILURES = ("Failed to preinitialize Python stub", "error while loading shared libraries")
 
 
@@ -65,6 +70,7 @@ class ServerOptions:
     drain_s: float = 30.0
     verbose: int = 0
     server_arguments: tuple[str, ...] = ()
+    engine: EngineOptions = field(default_factory=EngineOptions)
 
 
 class TritonServer:
@@ -131,6 +137,7 @@ class TritonServer:
         key_file = self.folder / "admin.key"
         key_file.touch(mode=0o600)
         key_file.write_text(self.admin_key, encoding="ascii")
+        self.options.engine.write(EngineHome.of(self.options.engine_dir, self.folder).options)
         environment = server_environment(binary)
         environment["GPTOSS_TRT_STATE_DIR"] = str(self.folder)
         with self.log_path.open("wb") as log:
@@ -242,11 +249,13 @@ class TritonServer:
         return True
 
     def _end_engine(self) -> None:
-        for pid_file in self.folder.glob("**/engine*.pid"):
-            try:
-                os.kill(int(pid_file.read_text()), signal.SIGTERM)
-            except (ValueError, ProcessLookupError):
-                continue  # a half-written file or an engine that is gone: nothing to end
+        """Asks the engine processes of this server's folder to end; their streams then end with an error."""
+        homes = str(self.folder / "engines")
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):  # it ended between the listing and the look
+                words = process.cmdline()
+                if ENGINE_MODULE in words and any(word.startswith(homes) for word in words):
+                    process.terminate()
 
 
 def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> TritonServer:

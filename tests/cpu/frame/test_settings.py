@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.serve_cli import parse_engine_options
 
 
 def test_there_are_at_most_eight_and_each_says_what_for() -> None:
@@ -40,3 +42,19 @@ def test_the_state_folder_is_private(tmp_path: Path) -> None:
     folder.chmod(0o777)
     with pytest.raises(settings.SettingsError, match="mode 777"):
         settings.state_dir(folder)
+
+
+@pytest.mark.parametrize(
+    ("texts", "name", "value"),
+    [((), "threads", 2), (("max_batch=8",), "max_batch", 8), (("prefix_cache=false",), "prefix_cache", False)],
+)
+def test_engine_options_of_serve(texts: tuple[str, ...], name: str, value: object) -> None:
+    assert getattr(parse_engine_options(texts), name) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["max_batch", "max_bath=8", "max_batch=0", "max_batch=eight", "device=tpu", "prefix_cache=2"]
+)
+def test_a_wrong_engine_option_is_named(text: str) -> None:
+    with pytest.raises(EngineLoadError, match=text.partition("=")[0]):
+        parse_engine_options((text,))
