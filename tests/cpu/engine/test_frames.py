@@ -1,0 +1,315 @@
+"""The wire format, and a server that meets broken peers: a bad frame is answered and closes, and never hangs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pickle
+import random
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from gptoss_trt.runtime.engine import frames
+from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT
+from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
+from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
+from gptoss_trt.runtime.engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Error,
+    Finished,
+    Guide,
+    Sampling,
+    Submit,
+    TokenLogprobs,
+    Tokens,
+    Usage,
+)
+from gptoss_trt.runtime.engine.script import Script, ScriptedEngine
+from gptoss_trt.runtime.engine.scripted import ScriptedCore
+from gptoss_trt.runtime.engine.server import EngineServer
+
+FULL_SUBMIT = Submit(
+    "id-ä",
+    (1, 2, 200_000),
+    7,
+    min_tokens=1,
+    sampling=Sampling(0.5, 3, 0.9, 0.1, 2**64 - 1, 1.1, 0.2, -0.3),
+    stop_ids=(5,),
+    stop_sequences=((1, 2), (3,)),
+    bad_sequences=((9,),),
+    logit_bias=((4, -1.5),),
+    logprobs=2,
+    prompt_logprobs=0,
+    n=2,
+    priority=-1,
+    deadline_ms=100,
+    cache_salt="s",
+    guides=(Guide("regex", "a+", (1,), (2,)),),
+)
+MESSAGES = [
+    Submit("r", (), 1),
+    FULL_SUBMIT,
+    Cancel("r"),
+    Error(None, "UNAVAILABLE", "text"),
+    Tokens("r", 0, (1, 2), (TokenLogprobs(-0.5, ((1, -0.5), (2, -1.5))), TokenLogprobs(-1.0))),
+    Finished("r", 1, "stop", Usage(1, 2, arrival_ns=2**62), 0, (None, TokenLogprobs(-2.0))),
+]
+
+
+def body_of(message: Any) -> bytes:
+    return frames.encode(FrameType.SUBMIT, message)[frames.HEADER.size :]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_every_message_round_trips(message: Any) -> None:
+    assert frames.decode(type(message), body_of(message)) == message
+
+
+def test_numbers_become_the_declared_type() -> None:
+    decoded = frames.decode(Submit, body_of(Submit("r", (1,), 1, sampling=Sampling(temperature=1))))
+    assert type(decoded.sampling.temperature) is float
+
+
+def mutations() -> Iterator[tuple[str, Any]]:
+    """Bodies of a SUBMIT that are wrong in one place, by name."""
+    good = msgpack.unpackb(body_of(FULL_SUBMIT))
+    names = [field.name for field in dataclasses.fields(Submit)]
+    for index, name in enumerate(names):
+        for wrong in (None, True, "text", 1.5, [1.5], {"a": 1}, [["x"]], b"bytes"):
+            fields = list(good)
+            fields[index] = wrong
+            yield name, fields
+    yield "too short", good[:-1]
+    yield "too long", [*good, 0]
+    yield "no list", {"request_id": "r"}
+    yield "number", 3
+
+
+ALLOWED = {"min_tokens", "logprobs", "prompt_logprobs", "deadline_ms", "cache_salt", "request_id"}
+
+
+def test_wrong_fields_are_named() -> None:
+    refused = 0
+    for name, body in mutations():
+        try:
+            frames.decode(Submit, msgpack.packb(body))
+        except FrameError as error:
+            refused += 1
+            assert "Submit" in str(error)
+            if name in {field.name for field in dataclasses.fields(Submit)}:
+                assert f"Submit.{name}" in str(error)
+        else:
+            assert name in ALLOWED  # None or a text, where that is a value
+    assert refused > 100
+
+
+def test_pickles_and_garbage_are_refused() -> None:
+    for body in (pickle.dumps(Cancel("r")), b"\xc1", b"", b"\x92\x01", body_of(Cancel("r")) + b"x", b"\x91" * 5000):
+        with pytest.raises(FrameError):
+            frames.decode(Cancel, body)
+
+
+def test_a_reader_takes_any_cut_and_keeps_its_limit() -> None:
+    stream = b"".join(frames.encode(FrameType.CANCEL, Cancel(f"r{i}")) for i in range(20))
+    generator = random.Random(2)
+    reader, seen, position = FrameReader(), [], 0
+    while position < len(stream):
+        step = generator.randrange(1, 9)
+        seen += [frames.decode(Cancel, body).request_id for _, body in reader.feed(stream[position : position + step])]
+        position += step
+    assert seen == [f"r{i}" for i in range(20)]
+    with pytest.raises(FrameError, match="over the limit of 4096"):
+        list(FrameReader().feed(frames.HEADER.pack(4097, FrameType.HELLO)))
+    with pytest.raises(FrameError, match="unknown frame type 99"):
+        list(FrameReader().feed(frames.HEADER.pack(1, 99)))
+    with pytest.raises(FrameError, match="over the limit of 10"):
+        frames.encode(FrameType.SUBMIT, Submit("r", tuple(range(100)), 1), limit=10)
+
+
+class Raw:
+    """A peer that sends bytes as it likes."""
+
+    def __init__(self, path: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(5)
+        with socket_address(path) as address:
+            self.socket.connect(address)
+        self.reader = FrameReader(frames.REPLY_LIMIT_BYTES)
+        self.frames: list[tuple[FrameType, bytes]] = []
+
+    def greet(self, version: int = PROTOCOL_VERSION) -> Raw:
+        self.send(FrameType.HELLO, Hello(version, os.getpid()))
+        kind, body = self.next()
+        assert kind is FrameType.HELLO and frames.decode(Hello, body).connection > 0
+        return self
+
+    def send(self, kind: FrameType, body: Any) -> None:
+        self.socket.sendall(frames.encode(kind, body))
+
+    def next(self) -> tuple[FrameType, bytes]:
+        while not self.frames:
+            data = self.socket.recv(1 << 16)
+            if not data:
+                raise EOFError
+            self.frames += self.reader.feed(data)
+        return self.frames.pop(0)
+
+    def last_error(self) -> Error:
+        """The connection's error, after which it must end."""
+        error = None
+        try:
+            while True:
+                kind, body = self.next()
+                if kind is FrameType.ERROR:
+                    error = frames.decode(Error, body)
+        except (EOFError, ConnectionResetError):
+            assert error is not None, "closed without an error"
+            return error
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[tuple[EngineServer, Path]]:
+    endless = Script(tokens=(5,), cycle=True, chunk=(4000,))
+    plan = ScriptedEngine(step_ms=1, max_context=1 << 30, full_blocks=1 << 25, default=endless)
+    path = tmp_path / "s.sock"
+    server = EngineServer(path, lambda: ScriptedCore(plan), idle_timeout_s=30)
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    while not path.exists():
+        time.sleep(0.01)
+    yield server, path
+    server.stop()
+    thread.join(10)
+    assert not thread.is_alive() and not path.exists()
+
+
+def still_serves(path: Path) -> None:
+    peer = Raw(path).greet()
+    peer.send(FrameType.SUBMIT, Submit("ok", (1,), 4))
+    kinds = [peer.next()[0], peer.next()[0]]
+    assert kinds == [FrameType.TOKENS, FrameType.FINISHED]
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (frames.encode(FrameType.SUBMIT, Submit("r", (1,), 1)), "first frame must be HELLO"),
+        (frames.encode(FrameType.HELLO, Hello(99, 1)), "version 99"),
+        (frames.encode(FrameType.HELLO, [1]), "Hello"),
+        (frames.HEADER.pack(1 << 20, FrameType.HELLO), "over the limit of 4096"),
+        (b"GET / HTTP/1.1\r\n\r\n", "unknown frame type"),
+        (struct.pack(">IB", 3, FrameType.HELLO) + b"\xc1\xc1\xc1", "not msgpack"),
+    ],
+)
+def test_a_bad_greeting_is_answered_and_closed(server: tuple[EngineServer, Path], raw: bytes, text: str) -> None:
+    peer = Raw(server[1])
+    peer.socket.sendall(raw)
+    error = peer.last_error()
+    assert error.request_id is None and error.code == "INVALID_ARGUMENT" and text in error.message
+    still_serves(server[1])
+
+
+@pytest.mark.parametrize(
+    ("raw", "text"),
+    [
+        (frames.HEADER.pack(frames.REQUEST_LIMIT_BYTES + 1, FrameType.SUBMIT), "over the limit"),
+        (frames.encode(FrameType.SUBMIT, ["r"]), "Submit"),
+        (frames.encode(FrameType.TOKENS, [Tokens("r", 0, (1,))]), "may not send TOKENS"),
+        (frames.encode(FrameType.SUBMIT, Submit("twice", (1,), 9)) * 2, "already open"),
+        (frames.encode(FrameType.STATS, "x"), "expected [query]"),
+    ],
+)
+def test_a_bad_frame_ends_its_connection_only(server: tuple[EngineServer, Path], raw: bytes, text: str) -> None:
+    neighbour = Raw(server[1]).greet()
+    peer = Raw(server[1]).greet()
+    peer.socket.sendall(raw)
+    error = peer.last_error()
+    assert error.request_id is None and text in error.message
+    neighbour.send(FrameType.SUBMIT, Submit("ok", (1,), 4))
+    assert neighbour.next()[0] is FrameType.TOKENS
+
+
+def test_random_bytes_never_stop_the_server(server: tuple[EngineServer, Path]) -> None:
+    generator = random.Random(11)
+    good = frames.encode(FrameType.HELLO, Hello(PROTOCOL_VERSION, 1)) + frames.encode(FrameType.SUBMIT, FULL_SUBMIT)
+    for _ in range(60):
+        damaged = bytearray(good)
+        for _ in range(generator.randrange(1, 6)):
+            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+        peer = Raw(server[1])
+        peer.socket.sendall(damaged[: generator.randrange(1, len(damaged) + 1)])
+        peer.socket.close()
+    still_serves(server[1])
+
+
+def test_a_slow_reader_gets_merged_tokens_and_loses_none(server: tuple[EngineServer, Path]) -> None:
+    peer = Raw(server[1]).greet()
+    total = 400_000
+    peer.send(FrameType.SUBMIT, Submit("slow", (1,), total))
+    time.sleep(1.0)  # 100 steps and more of 4,000 tokens, far beyond what the socket buffers
+    sizes = []
+    while True:
+        kind, body = peer.next()
+        if kind is FrameType.FINISHED:
+            break
+        sizes += [len(tokens.token_ids) for tokens in frames.decode_each(Tokens, body)]
+    assert sum(sizes) == total and max(sizes) > 4000
+
+
+def test_a_reader_that_stops_is_dropped_with_a_reason(server: tuple[EngineServer, Path]) -> None:
+    peer, neighbour = Raw(server[1]).greet(), Raw(server[1]).greet()
+    peer.send(FrameType.SUBMIT, Submit("stuck", (1,), 1 << 29))
+    neighbour.send(FrameType.SUBMIT, Submit("stuck too", (1,), 1 << 29))
+    until = time.monotonic() + 20
+    stats: dict[str, Any] = {"requests": {"active": 2}}
+    watcher = Raw(server[1]).greet()
+    while stats["requests"]["active"] and time.monotonic() < until:
+        watcher.send(FrameType.STATS, [1])
+        stats = frames.decode_query(watcher.next()[1])[1] or {}
+        time.sleep(0.05)
+    assert stats["requests"]["active"] == 0 and stats["kv"]["full"]["used"] == 0
+    for slow in (peer, neighbour):
+        error = slow.last_error()
+        assert error.code == "RESOURCE_EXHAUSTED" and str(PENDING_TOKEN_LIMIT) in error.message
+    still_serves(server[1])
+
+
+def test_the_home_must_be_private(tmp_path: Path) -> None:
+    home = EngineHome.of(tmp_path, tmp_path / "state")
+    assert home == EngineHome.of(tmp_path / "." / "x" / "..", tmp_path / "state")
+    home.folder.chmod(0o755)
+    with pytest.raises(LocationError, match="mode 0755"):
+        EngineHome.of(tmp_path, tmp_path / "state")
+
+
+def test_the_peers_user_is_known() -> None:
+    left, right = socket.socketpair()
+    assert peer_uid(left) == os.geteuid()
+    left.close(), right.close()
+
+
+def test_script_files_are_checked(tmp_path: Path) -> None:
+    def read(raw: dict[str, Any]) -> ScriptedEngine:
+        (tmp_path / "scripted.json").write_text(json.dumps(raw))
+        return ScriptedEngine.read(tmp_path)
+
+    assert read({}).default.echo
+    for raw, text in (
+        ({"step": 5}, "unknown keys ['step']"),
+        ({"scripts": [{"fault": {"kind": "explode"}}]}, "explode"),
+        ({"scripts": [{"chunk": [0]}]}, "chunk"),
+        ({"max_batch": 0}, "max_batch is 0"),
+        ({"default": {"tokns": []}}, "tokns"),
+    ):
+        with pytest.raises(RuntimeError, match=text.replace("[", r"\[").replace("]", r"\]")):
+            read(raw)
