@@ -16,8 +16,9 @@ E2M1_MAX = 6.0
 E2M1_MAX_EXPONENT = 2  # 6 = 1.5 x 2^2
 # Code c: bit 3 is the sign, bits 0..2 the magnitude (OCP microscaling, E2M1).
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# Midpoints between magnitudes; a value on the midpoint goes to the even code.
-_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+
+
+_STRIP_ROWS = 512  # worked on at a time: temporaries stay in a core's cache
 
 
 class FormatError(ValueError):
@@ -82,29 +83,37 @@ def encode(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tens
     """
     if values.shape[-1] % GROUP:
         raise FormatError(f"MXFP4 needs a multiple of {GROUP} values in a row, not {values.shape[-1]}")
-    groups = values.to(torch.float32).reshape(*values.shape[:-1], values.shape[-1] // GROUP, GROUP)
-    amax = groups.abs().amax(dim=-1)  # [..., G]
+    flat = values.reshape(-1, values.shape[-1])
+    parts = [_encode_rows(flat[at : at + _STRIP_ROWS]) for at in range(0, max(len(flat), 1), _STRIP_ROWS)]
+    blocks, scales = (torch.cat([part[index] for part in parts]) for index in (0, 1))
+    shape = (*values.shape[:-1], values.shape[-1] // GROUP)
+    return blocks.reshape(*shape, GROUP_BYTES), scales.reshape(shape), torch.stack([part[2] for part in parts]).sum()
+
+
+def _encode_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`encode` of a few rows [R, K]."""
+    groups = rows.to(torch.float32).reshape(len(rows), -1, GROUP)
+    amax = groups.abs().amax(dim=-1)  # [R, G]
     if not bool(torch.isfinite(amax).all()):
         raise FormatError("values to be stored as MXFP4 are not finite")
     low = torch.frexp(amax)[1] - 1 - E2M1_MAX_EXPONENT  # floor(log2(amax)) - 2
     low = torch.where(amax == 0, torch.zeros_like(low), low).clamp(-EXPONENT_BIAS, EXPONENT_BIAS - 1)
     codes_low, error_low = _encode_with(groups, low)
     codes_high, error_high = _encode_with(groups, low + 1)
-    higher = error_high < error_low  # [..., G]
+    higher = error_high < error_low  # [R, G]
     codes = torch.where(higher.unsqueeze(-1), codes_high, codes_low)
     exponents = low + higher.to(low.dtype)
     error = torch.where(higher, error_high, error_low).sum(dtype=torch.float64)
-    return pack_codes(codes.reshape(values.shape)), (exponents + EXPONENT_BIAS).to(torch.uint8), error
+    return pack_codes(codes.reshape(rows.shape)), (exponents + EXPONENT_BIAS).to(torch.uint8), error
 
 
 def _encode_with(groups: torch.Tensor, exponents: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Codes u8 [..., G, 32] of groups under given exponents int [..., G], and each group's squared error [..., G]."""
     scaled = groups / power_of_two(exponents).unsqueeze(-1)
-    magnitude = scaled.abs()
-    midpoints = torch.tensor(_MIDPOINTS, dtype=torch.float32, device=groups.device)
-    below = torch.bucketize(magnitude, midpoints)  # a midpoint goes down
-    above = torch.bucketize(magnitude, midpoints, right=True)  # a midpoint goes up
-    nearest = torch.where(below % 2 == 0, below, above).to(torch.uint8)
+    magnitude = scaled.abs().clamp_(max=E2M1_MAX)
+    # Codes are 1/2 apart below 2, 1 apart below 4, 2 apart above; rounding to even codes is rounding to even there.
+    low, middle, high = torch.round(magnitude * 2), torch.round(magnitude) + 2, torch.round(magnitude / 2) + 4
+    nearest = torch.where(magnitude < 2, low, torch.where(magnitude < 4, middle, high)).to(torch.uint8)
     codes = nearest | (torch.signbit(scaled).to(torch.uint8) << 3)
     table = torch.tensor(E2M1_VALUES, dtype=torch.float32, device=groups.device)
     difference = table[codes.long()] * power_of_two(exponents).unsqueeze(-1) - groups

@@ -172,3 +172,17 @@ def test_segments_begin_new_blocks() -> None:
     assert torch.equal(back[64:128], fp8_block.dequantise(parts[1].weight, parts[1].scale))
     with pytest.raises(fp8_block.FormatError, match="192 rows"):
         fp8_block.dequantise_segments(weight, scale, (64, 64))
+
+
+def test_every_e4m3_number_decodes_fast_as_slow() -> None:
+    codes = torch.arange(256, dtype=torch.uint8)
+    numbers = codes[(codes & 0x7F) != 0x7F].view(torch.float8_e4m3fn)
+    assert torch.equal(fp8_block.decode_e4m3(numbers), numbers.float())
+
+
+def test_ties_go_to_the_even_code() -> None:
+    values = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, -0.25, -5.0, 6.0]).repeat(4)[:32].unsqueeze(0)
+    blocks, scales, _ = mxfp4.encode(values)
+    assert scales.tolist() == [[127]]
+    expected = torch.tensor([0.0, 1.0, 1.0, 2.0, 2.0, 4.0, 4.0, -0.0, -4.0, 6.0]).repeat(4)[:32]
+    assert torch.equal(mxfp4.decode(blocks, scales)[0], expected)
