@@ -48,7 +48,7 @@ def chat_template() -> str:
 
 
 def tokenizer_json() -> dict[str, Any]:
-    """`tokenizer.json` as an object: byte-level BPE behind o200k's split pattern, all special tokens as added tokens."""
+    """`tokenizer.json` as an object: byte-level BPE behind o200k's split pattern, all special tokens added."""
     tokens = vocabulary.token_bytes()
     ranks = {token: rank for rank, token in enumerate(tokens)}
     alphabet = _byte_alphabet()

@@ -4,8 +4,8 @@ Owns the layout of a Harmony prompt. Invariant: special ids come from this modul
 (messages, results, names, descriptions, schemas) is encoded as ordinary text. Must not know HTTP or the engine.
 
 The system message comes from openai-harmony, which holds OpenAI's own wording of the built-in tools. The rest is laid
-out here, because the library keeps the analysis of earlier turns in a tool loop, writes `<|constrain|>` as ordinary
-text, and loses parts of schemas (tools.py).
+out here, because the library keeps the analysis of earlier turns while a tool loop is open, and loses parts of schemas
+(tools.py).
 """
 
 from __future__ import annotations

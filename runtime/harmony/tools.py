@@ -108,10 +108,7 @@ def _arguments(parameters: Schema | None) -> str:
         return ""
     writer = _Writer(parameters)
     body = writer.type_of(parameters, 0)
-    comment = _comment(_described(parameters), "")
-    if not comment:
-        return f"_: {body}"
-    return "_: " + "\n".join([*comment, body])
+    return "_: " + "\n".join([*_comment(_described(parameters), ""), body])
 
 
 @dataclass
@@ -172,6 +169,8 @@ class _Writer:
             self._open_refs.pop()
 
     def _plain(self, schema: Schema, kind: Any, depth: int) -> str:
+        if kind is not None and not isinstance(kind, str):
+            return "any"
         if kind in _PRIMITIVES:
             return _PRIMITIVES[kind]
         if kind == "array" or (kind is None and ("items" in schema or "prefixItems" in schema)):

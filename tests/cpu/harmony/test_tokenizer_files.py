@@ -101,6 +101,7 @@ WEATHER = {
                 "free": {"type": "object"},
             },
             "required": ["city"],
+            "description": "Where\nand when",
         },
     },
 }
