@@ -22,6 +22,12 @@ STATUS_OF_HTTP = {
     503: "UNAVAILABLE",
     504: "DEADLINE_EXCEEDED",
 }
+STATUSES = frozenset(STATUS_OF_HTTP.values())
+STATUS_OF_TYPE = {  # of an OpenAI-shaped error without a code that says more
+    "invalid_request_error": "INVALID_ARGUMENT",
+    "authentication_error": "UNAUTHENTICATED",
+    "rate_limit_error": "RESOURCE_EXHAUSTED",
+}
 
 
 class ServerError(Exception):
@@ -52,11 +58,11 @@ def error_of_body(body: dict[str, object], *, request_id: str = "") -> ServerErr
     detail = body.get("error")
     if not isinstance(detail, dict):
         return ServerError("UNKNOWN", str(detail), request_id=request_id)
-    code = detail.get("code")
+    code, kind = detail.get("code"), detail.get("type")
     if isinstance(code, int):
         status = status_of_http(code)
-    elif isinstance(code, str) and code.isupper():
-        status = code
+    elif isinstance(code, str) and code.upper() in STATUSES:
+        status = code.upper()
     else:
-        status = "INVALID_ARGUMENT" if detail.get("type") == "invalid_request_error" else "INTERNAL"
+        status = STATUS_OF_TYPE.get(str(kind), "INTERNAL")
     return ServerError(status, str(detail.get("message", "no message")), request_id=request_id)
