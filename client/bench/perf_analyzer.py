@@ -49,6 +49,8 @@ def fetch(cache: Path = CACHE) -> Path:
         wheel = _download(Path(scratch))
         unpacked = Path(scratch) / "perf_analyzer"
         with zipfile.ZipFile(wheel) as archive:
+            if MEMBER not in archive.namelist():
+                raise UnavailableError(f"{wheel.name} holds no {MEMBER}")
             unpacked.write_bytes(archive.read(MEMBER))
         unpacked.chmod(unpacked.stat().st_mode | stat.S_IXUSR)
         unpacked.replace(binary)
