@@ -113,7 +113,7 @@ _SKIP_SPECIAL = Parameter("skip_special_tokens", True, "leave the text of specia
 _EXCLUDE_INPUT = Parameter("exclude_input_in_output", False, "default of the input of that name")
 _METRICS = Parameter("metrics", False, "publish the engine's metrics, labelled with this model's name")
 _CHAT_MODE = Parameter("chat_mode", False, "text_input is one user turn, text_output the final channel only")
-_SERVED_NAME = Parameter("served_model_name", "gpt-oss", "names, comma separated, that a request's `model` may give")
+_SERVED_NAME = Parameter("served_model_name", "", "names, comma separated, that a request may give; empty: any")
 _TEXT_PARAMETERS = (_ENGINE, _STATE_DIR, _SKIP_SPECIAL, _EXCLUDE_INPUT, _CHAT_MODE, _METRICS)
 _JSON_PARAMETERS = (_ENGINE, _STATE_DIR, _SERVED_NAME, _METRICS)
 

@@ -55,10 +55,11 @@ class Engine(Protocol):
 
 
 class _Stream:
-    """One sequence: the events that wait for the sender."""
+    """One sequence, or all of an engine's request: the events that wait for the sender."""
 
-    def __init__(self, request: LiveRequest, engine_id: str, answer: Answer) -> None:
+    def __init__(self, request: LiveRequest, engine_id: str, answer: Answer, *, whole: bool) -> None:
         self.request = request
+        self.whole = whole  # all sequences of the engine's request, not one of several
         self.engine_id = engine_id
         self.answer = answer
         self.events: deque[Tokens | Finished] = deque()
@@ -99,11 +100,13 @@ class Delivery:
         self._watch.start()
 
     def start(self, triton_id: str, responder: Responder, jobs: Iterable[tuple[Submit, Sequence[Answer]]]) -> None:
-        """Submits the jobs of one Triton request; each submit's `n` answers are its sequences, in order."""
+        """Submits the jobs of one Triton request. Each submit has one answer for each of its sequences, in order, or
+        one for all of them."""
         request = LiveRequest(triton_id, responder)
         submits: list[tuple[Submit, list[_Stream]]] = []
         for submit, answers in jobs:
-            streams = [_Stream(request, submit.request_id, answer) for answer in answers]
+            whole = len(answers) == 1
+            streams = [_Stream(request, submit.request_id, answer, whole=whole) for answer in answers]
             request.streams += streams
             submits.append((submit, streams))
         with self._lock:
@@ -139,9 +142,9 @@ class Delivery:
     def _sink(self, request: LiveRequest, streams: Sequence[_Stream]) -> Callable[[Event], None]:
         def sink(event: Event) -> None:
             if isinstance(event, Error):
-                self._fail_later(request, RefusalError(event.message, ERROR_CODES[event.code]))
+                self._fail_later(request, RefusalError(event.message, ERROR_CODES[event.code], event.code))
                 return
-            stream = streams[event.sequence]
+            stream = streams[0 if streams[0].whole else event.sequence]
             stream.events.append(event)
             if not stream.queued:  # the sender clears it before it looks at the events, so none is left behind
                 stream.queued = True
@@ -178,18 +181,16 @@ class Delivery:
             event = stream.events.popleft()
             if isinstance(event, Finished):
                 stream.answer.finish(event)
-                stream.ended = True
+                stream.ended = event.remaining == 0 or not stream.whole
             elif stream.answer.push(event) and not stream.complete:
                 stream.complete = True
                 self._end_if_complete(stream)
         arrays = stream.answer.take()
-        if arrays is None:
-            return
         stream.delivered = stream.ended
         last = all(other.delivered for other in stream.request.streams)
-        if last and not self._retire(stream.request):
+        if (arrays is None and not last) or (last and not self._retire(stream.request)):
             return
-        stream.request.responder.send(arrays, final=last)
+        stream.request.responder.send(arrays or {}, final=last)
 
     def _end_if_complete(self, stream: _Stream) -> None:
         siblings = [other for other in stream.request.streams if other.engine_id == stream.engine_id]

@@ -17,14 +17,17 @@ from typing import Any
 from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
 from gptoss_trt.build_engine.vocabulary import VOCABULARY_SIZE
 from gptoss_trt.client import protocol
-from gptoss_trt.runtime.engine.client import EngineClient
+from gptoss_trt.runtime.engine.client import EngineClient, EngineUnavailableError
 from gptoss_trt.runtime.engine.messages import Submit
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.script import ScriptedEngine
 from gptoss_trt.runtime.launch import settings
 from gptoss_trt.runtime.triton_models import triton_io
 from gptoss_trt.runtime.triton_models.answers import Answer
 from gptoss_trt.runtime.triton_models.delivery import Delivery
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
 from gptoss_trt.runtime.triton_models.metrics import MetricsPublisher
+from gptoss_trt.runtime.triton_models.server_watch import ServerWatch
 from gptoss_trt.runtime.triton_models.triton_io import TritonResponder
 
 log = logging.getLogger(__name__)
@@ -50,6 +53,7 @@ class EngineModel(ABC):
         self._metrics = None
         if self.parameters["metrics"]:
             self._metrics = MetricsPublisher(self.client.stats, arguments["model_name"], arguments["model_version"])
+        self._server_watch = ServerWatch()
         self._unique = f"{secrets.token_hex(6)}-"
         self._count = itertools.count()
 
@@ -60,7 +64,7 @@ class EngineModel(ABC):
     def execute(self, requests: Sequence[Any]) -> None:
         """Starts every request; the answers come from the delivery's thread, through each one's response sender."""
         for request in requests:
-            responder = TritonResponder(request)
+            responder = self.responder(request)
             try:
                 self.start(request, responder)
             except RefusalError as error:
@@ -69,12 +73,17 @@ class EngineModel(ABC):
                 log.exception("request %r could not be started", request.request_id())
                 responder.fail(RefusalError(f"{self.spec.name} failed: {error}", "INTERNAL"))
 
+    def responder(self, request: Any) -> TritonResponder:
+        """The way back to a request."""
+        return TritonResponder(request)
+
     def finalize(self) -> None:
         """Ends what is open and the connection; the engine leaves when its last connection has gone."""
         if self._metrics is not None:
             self._metrics.close()
         self.client.close()
         self.delivery.close()
+        self._server_watch.close()
 
     def engine_id(self, triton_id: str = "") -> str:
         """An id for one request to the engine: the Triton request's while it is free, so that a stop request which
@@ -97,6 +106,21 @@ class EngineModel(ABC):
                 f"{self.spec.name} gives one, as it is not decoupled here",
                 "UNSUPPORTED",
             )
+
+
+def context_tokens(engine_dir: Path, client: EngineClient) -> int:
+    """Tokens that prompt and answer of one request may have together: the smallest of the model's context, the options'
+    and what the KV cache holds. Asks the engine; raises RefusalError while it does not answer."""
+    if (engine_dir / MANIFEST_NAME).is_file():
+        limits = [Manifest.read(engine_dir).model.max_context]
+    else:
+        limits = [ScriptedEngine.read(engine_dir).max_context]
+    limits.append(EngineOptions.read(client.home.options).max_context or limits[0])
+    try:
+        pool = client.stats()["kv"]["full"]
+    except EngineUnavailableError as error:
+        raise RefusalError(str(error), "UNAVAILABLE") from error
+    return int(min(*limits, pool["max"] * pool["tokens_per"]))
 
 
 def _engine_dir(parameter: str) -> Path:

@@ -5,7 +5,9 @@ Invariant: no reasoning, no tool call and no markup comes out. Must not know req
 
 from __future__ import annotations
 
-from gptoss_trt.runtime.harmony import HarmonyStream
+from collections.abc import Sequence
+
+from gptoss_trt.runtime.harmony import HarmonyEvent, HarmonyStream
 
 
 class FinalChannel:
@@ -21,5 +23,5 @@ class FinalChannel:
         return _content(self._stream.finish("stop"))
 
 
-def _content(events: list[tuple[object, ...]]) -> str:
+def _content(events: Sequence[HarmonyEvent]) -> str:
     return "".join(str(event[1]) for event in events if event[0] == "content")

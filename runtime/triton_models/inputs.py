@@ -15,17 +15,20 @@ from numpy.typing import NDArray
 
 from gptoss_trt.client import protocol
 from gptoss_trt.client.protocol import MAX_BATCH_SIZE, Model, Tensor
+from gptoss_trt.runtime.engine.messages import ErrorCode
 
 Array = NDArray[Any]
 RefusalCode = Literal["INVALID_ARG", "UNSUPPORTED", "UNAVAILABLE", "INTERNAL", "NOT_FOUND", "CANCELLED"]
 
 
 class RefusalError(ValueError):
-    """A request that is not run; `code` is the name of Triton's error code."""
+    """A request that is not run, or failed. `code` is the name of Triton's error code; `engine_code` the engine's own,
+    where the error is the engine's."""
 
-    def __init__(self, message: str, code: RefusalCode = "INVALID_ARG") -> None:
+    def __init__(self, message: str, code: RefusalCode = "INVALID_ARG", engine_code: ErrorCode | None = None) -> None:
         super().__init__(message)
         self.code: RefusalCode = code
+        self.engine_code = engine_code
 
 
 class Inputs:

@@ -28,6 +28,15 @@ CRASHES = (1, 2, 3, 6)  # ... with the death of the engine after three tokens
 CHUNKS = (1, 2, 3, 7)  # ... in chunks of 1, 3 and 2 tokens a step
 REFUSED = (1, 2, 3, 8)
 CYCLE = tuple(range(11, 19))
+GREETING = "Say hello"  # a prompt with this text is answered with reasoning and then content
+CALLS_TOOL = "What is the weather"
+BREAKS = "Break in the middle"  # ... with an error after some content
+ANALYSIS = "The user wants a greeting."
+CONTENT = "Hello 🙂, how are you?"
+ARGUMENTS = '{"city": "Paris"}'
+HELLO = f"<|channel|>analysis<|message|>{ANALYSIS}<|end|><|start|>assistant<|channel|>final<|message|>{CONTENT}"
+CALL = f"<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>{ARGUMENTS}"
+encode = Tokenizer.load().encode
 STEP_MS = 5.0
 SCRIPTED: dict[str, Any] = {
     "step_ms": STEP_MS,
@@ -37,7 +46,14 @@ SCRIPTED: dict[str, Any] = {
     "default": {"echo": True},
     "scripts": [
         {"match": LONG, "tokens": CYCLE, "cycle": True},
-        {"match": Tokenizer.load().encode(LONG_TEXT), "tokens": CYCLE, "cycle": True},
+        {"match": encode(LONG_TEXT), "tokens": CYCLE, "cycle": True},
+        {"match": encode(GREETING), "tokens": encode(HELLO)},
+        {"match": encode(CALLS_TOOL), "tokens": encode(CALL), "end": [200012]},
+        {
+            "match": encode(BREAKS),
+            "tokens": encode(HELLO),
+            "fault": {"kind": "error", "after": 18, "message": "it broke"},
+        },
         {"match": FAILS, "tokens": CYCLE, "cycle": True, "fault": {"kind": "error", "after": 3, "message": "it broke"}},
         {"match": CRASHES, "tokens": CYCLE, "cycle": True, "fault": {"kind": "crash", "after": 3}},
         {"match": CHUNKS, "tokens": CYCLE, "cycle": True, "chunk": [1, 3, 2]},
@@ -231,6 +247,18 @@ def tokens_of(responses: list[Tensors], sequence: int = 0, batch: int = 0) -> li
     return ids
 
 
+def json_tensors(body: Any, stream: bool | None = None) -> Tensors:
+    """Inputs of `chat` and `completions`."""
+    text = body if isinstance(body, bytes) else json.dumps(body).encode()
+    tensors = {"request": np.array([text], dtype=np.object_)}
+    return tensors if stream is None else {**tensors, "stream": np.array([stream])}
+
+
+def objects_of(responses: list[Tensors]) -> list[dict[str, Any]]:
+    """The JSON objects of `chat` and `completions` responses, in order."""
+    return [json.loads(text) for response in responses for text in response["response"]]
+
+
 def text_of(responses: list[Tensors]) -> str:
     return b"".join(response["text_output"][0] for response in responses).decode()
 
@@ -238,7 +266,8 @@ def text_of(responses: list[Tensors]) -> str:
 class Words:
     """The functions above, for tests, which cannot import a conftest."""
 
-    LONG_TEXT = LONG_TEXT
+    LONG_TEXT, GREETING, CALLS_TOOL, BREAKS = LONG_TEXT, GREETING, CALLS_TOOL, BREAKS
+    ANALYSIS, CONTENT, ARGUMENTS = ANALYSIS, CONTENT, ARGUMENTS
     LONG, FAILS, CRASHES, CHUNKS, REFUSED, CYCLE, STEP_MS = LONG, FAILS, CRASHES, CHUNKS, REFUSED, CYCLE, STEP_MS
     Triton = Triton
     token_tensors = staticmethod(token_tensors)
@@ -246,6 +275,8 @@ class Words:
     scalars = staticmethod(scalars)
     tokens_of = staticmethod(tokens_of)
     text_of = staticmethod(text_of)
+    json_tensors = staticmethod(json_tensors)
+    objects_of = staticmethod(objects_of)
     wait_until = staticmethod(wait_until)
     infer_inputs = staticmethod(infer_inputs)
     scripted_engine = staticmethod(scripted_engine)
@@ -272,7 +303,8 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., T
     yield start
     for triton in started:
         triton.close()
-    stops = [threading.Thread(target=triton.server.stop, args=(3.0,)) for triton in started]
+    running = [triton.server for triton in started if triton.server.process.poll() is None]
+    stops = [threading.Thread(target=server.stop, args=(3.0,)) for server in running]
     for stop in stops:
         stop.start()
     for stop in stops:
@@ -282,6 +314,4 @@ def launch(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., T
 @pytest.fixture(scope="session")
 def triton(launch: Callable[..., Triton]) -> Triton:
     """The tier's server, over a scripted engine with steps of 5 ms."""
-    return launch(
-        models=("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "preprocessing", "postprocessing", "pipeline")
-    )
+    return launch()

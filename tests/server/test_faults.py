@@ -1,0 +1,183 @@
+"""Processes die and models come and go; clients get an error or their answer, and the server goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from gptoss_trt.runtime.launch.stub_watch import stubs_by_model
+
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
+
+
+@pytest.fixture
+def own(launch: Callable[..., Any]) -> Any:
+    """A server that a test may harm."""
+    triton = launch(models=MODELS)
+    assert answers(triton, "tensorrt_llm")
+    return triton
+
+
+def engines(triton: Any) -> list[psutil.Process]:
+    """The engine processes that serve this server's state folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = process.cmdline()
+            if "gptoss_trt.runtime.engine.process" in line and any(str(triton.server.folder) in word for word in line):
+                found.append(process)
+    return found
+
+
+def stub_of(triton: Any, model: str) -> int:
+    (pid,) = stubs_by_model(triton.server.process.pid)[model]
+    return pid
+
+
+def answers(triton: Any, model: str, timeout_s: float = 20.0) -> bool:
+    if model == "tensorrt_llm":
+        body = {"input_ids": [21, 22], "input_lengths": 2, "request_output_len": 5}
+    else:
+        body = {"text_input": "Hi", "max_tokens": 5}
+    status, _ = triton.post(f"{model}/generate", body, timeout_s)
+    return bool(status == 200)
+
+
+def ends_with_an_error(call: Any) -> str:
+    """The text of the error that ends a stream; fails if it ends well or hangs."""
+    with pytest.raises(Exception) as caught:
+        call.rest(10.0)
+    return str(caught.value)
+
+
+def test_models_loaded_in_parallel_share_one_engine(own: Any) -> None:
+    assert all(answers(own, model) for model in MODELS)
+    assert len(engines(own)) == 1
+
+
+def test_an_engine_that_crashes_comes_back(own: Any, words: Any) -> None:
+    (before,) = engines(own)
+    bystander = own.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=2000, streaming=True))
+    bystander.next()
+    crash = own.open("tensorrt_llm", words.token_tensors(words.CRASHES, max_tokens=20, streaming=True))
+    assert "the engine is not available" in ends_with_an_error(crash)
+    assert "the engine is not available" in ends_with_an_error(bystander)
+    words.wait_until(lambda: answers(own, "tensorrt_llm") and answers(own, "ensemble"), timeout_s=10.0, period_s=0.1)
+    (after,) = engines(own)
+    assert after.pid != before.pid
+    assert own.is_ready()
+
+
+def test_kill_9_of_the_engine(own: Any, words: Any) -> None:
+    (engine,) = engines(own)
+    calls = {
+        "tensorrt_llm": own.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=2000, streaming=True)),
+        "ensemble": own.open("ensemble", words.text_tensors(words.LONG_TEXT, max_tokens=2000, stream=True)),
+    }
+    for call in calls.values():
+        call.next()
+    engine.kill()
+    for call in calls.values():
+        assert "the engine is not available" in ends_with_an_error(call)
+    words.wait_until(lambda: all(answers(own, model) for model in MODELS), timeout_s=10.0, period_s=0.1)
+
+
+def test_kill_9_of_the_stub_that_started_the_engine(own: Any, words: Any) -> None:
+    (engine,) = engines(own)
+    starter = next(model for model in MODELS if stub_of(own, model) == engine.ppid())
+    others = [model for model in MODELS if model != starter]
+    os.kill(stub_of(own, starter), signal.SIGKILL)
+    assert all(answers(own, model) for model in others), "the engine lives in a session of its own"
+    assert [process.pid for process in engines(own)] == [engine.pid]
+    own.server.control(starter, "unload")
+    own.server.control(starter, "load")
+    words.wait_until(lambda: answers(own, starter), timeout_s=10.0, period_s=0.1)
+
+
+def test_kill_9_of_the_server(launch: Callable[..., Any], words: Any) -> None:
+    triton = launch(models=MODELS)
+    assert answers(triton, "tensorrt_llm")
+    (engine,) = engines(triton)
+    triton.close()  # our own connection keeps the engine too
+    triton.server.process.kill()
+    triton.server.process.wait()  # the stubs look for their parent, which a zombie would still be
+    words.wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, timeout_s=20.0)
+    triton.server.clean()
+    state = triton.server.folder.parent
+    again = launch(engine_dir=triton.server.options.engine_dir, models=("tensorrt_llm",))
+    assert answers(again, "tensorrt_llm"), f"a server over the same engine directory, state left in {state}"
+
+
+def test_unload_with_streams_open_ends_them(own: Any, words: Any) -> None:
+    """The server waits for the streams that run, and no longer: unloading neither hangs nor cuts an answer."""
+    calls = [
+        own.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=200, streaming=True)) for _ in range(4)
+    ]
+    for call in calls:
+        call.next()
+    start = time.monotonic()
+    own.server.control("tensorrt_llm", "unload", timeout_s=20.0)
+    for call in calls:
+        responses = call.rest(10.0)
+        assert responses[-1]["finish_reason"].tolist() == [b"length"]
+        call.close()
+    assert time.monotonic() - start < 10.0
+    assert not answers(own, "tensorrt_llm")
+    assert answers(own, "ensemble")
+    own.server.control("tensorrt_llm", "load", timeout_s=20.0)
+    assert answers(own, "tensorrt_llm")
+
+
+def test_reloading_while_clients_ask(own: Any) -> None:
+    """Answers or clear errors, and all is well afterwards."""
+    stop = threading.Event()
+    good = [0]
+
+    def ask() -> None:
+        while not stop.is_set():
+            good[0] += answers(own, "ensemble", 10.0)
+
+    threads = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for _ in range(2):
+        own.server.control("tensorrt_llm", "unload", timeout_s=20.0)
+        own.server.control("tensorrt_llm", "load", timeout_s=20.0)
+    stop.set()
+    for thread in threads:
+        thread.join(15.0)
+    assert good[0] > 0
+    assert all(answers(own, model) for model in MODELS)
+
+
+def test_a_server_that_stops_lets_its_streams_finish(launch: Callable[..., Any], words: Any) -> None:
+    triton = launch(models=("tensorrt_llm",))
+    call = triton.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=150, streaming=True))
+    first, _ = call.next()
+    stopping = threading.Thread(target=triton.server.stop, args=(10.0,))
+    stopping.start()
+    rest = call.rest(10.0)
+    assert len(words.tokens_of([first, *rest])) == 150
+    call.close()
+    stopping.join(15.0)
+    assert not stopping.is_alive()
+
+
+def test_an_engine_that_cannot_load_says_why(launch: Callable[..., Any], words: Any, tmp_path: Path) -> None:
+    engine = words.scripted_engine(tmp_path / "engine", load_error="the weights are missing")
+    triton = launch(engine_dir=engine, models=("tensorrt_llm",))
+    status, text = triton.post(
+        "tensorrt_llm/generate", {"input_ids": [21], "input_lengths": 1, "request_output_len": 5}, 60.0
+    )
+    assert status >= 400
+    assert "the weights are missing" in text
+    assert triton.is_ready()
