@@ -8,7 +8,9 @@ formats through the reference; must not know ops or layers.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -71,29 +73,42 @@ def _fits_fp16(scaled: torch.Tensor, loss: float) -> bool:
     return bool(((scaled.to(torch.float16).to(torch.float32) - scaled).abs() <= loss).all())
 
 
+@dataclass
+class _Held:
+    """The products of one packed tensor, as it was at `version`."""
+
+    version: int
+    products: dict[int, Expanded] = field(default_factory=dict)
+    bytes: int = 0
+
+
 class ProductCache:
-    """Products by packed weight tensor; an in-place change of the tensor makes a new one."""
+    """Products by packed weight tensor; an in-place change of the tensor makes new ones. Safe to use from threads."""
 
     def __init__(self, limit_bytes: int = EXPANDED_LIMIT_BYTES) -> None:
-        self._entries: MutableMapping[torch.Tensor, tuple[int, dict[int, Expanded]]] = WeakIdKeyDictionary()
+        self._entries: MutableMapping[torch.Tensor, _Held] = WeakIdKeyDictionary()
         self._limit_bytes = limit_bytes
+        self._lock = threading.RLock()  # a dying tensor may remove its entry while the thread holds the lock
 
     @property
     def held_bytes(self) -> int:
-        return sum(product.bytes for _, held in self._entries.values() for product in held.values())
+        with self._lock:
+            return sum(held.bytes for held in list(self._entries.values()))
 
     def get(self, owner: torch.Tensor, part: int, expand: Callable[[], torch.Tensor]) -> Product:
         """The product of part `part` (an expert, or 0) of `owner`, whose expanded weight [N, K] `expand` returns."""
         version = 0 if owner.is_inference() else owner._version  # inference tensors keep no count of changes
-        entry = self._entries.get(owner)
-        if entry is None or entry[0] != version:
-            entry = self._entries[owner] = (version, {})
-        held = entry[1]
-        product = held.get(part)
+        with self._lock:
+            held = self._entries.get(owner)
+            if held is None or held.version != version:
+                held = self._entries[owner] = _Held(version)
+            product = held.products.get(part)
         if product is None:
             product = make_product(expand())
-            if self.held_bytes + product.bytes <= self._limit_bytes:
-                held[part] = product
+            with self._lock:
+                if self.held_bytes + product.bytes <= self._limit_bytes and part not in held.products:
+                    held.products[part] = product
+                    held.bytes += product.bytes
         return product
 
 

@@ -8,7 +8,7 @@ engines, files or ranks.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -52,11 +52,18 @@ class ReferenceModel:
     dtype, experts as `layers.{n}.moe.gate_up.weight` [E, 2I, H] and `.down.weight` [E, H, I]."""
 
     def __init__(
-        self, architecture: Architecture, weights: Mapping[str, torch.Tensor], numerics: Numerics = UNQUANTISED
+        self,
+        architecture: Architecture,
+        weights: Mapping[str, torch.Tensor],
+        numerics: Numerics = UNQUANTISED,
+        product: Callable[[torch.Tensor], Product] = ExactProduct,
     ) -> None:
+        """`product` makes what multiplies by an expanded weight [N, K]; another than the exact one lets a test compare
+        everything but the order of sums."""
         self._arch = architecture
         self._weights = weights
         self._numerics = numerics
+        self._make_product = product
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor | None = None) -> torch.Tensor:
         """Logits fp32 [T, V] of one sequence's token ids, int [T]. `positions` [T] rotate at other angles than 0..T-1
@@ -103,7 +110,7 @@ class ReferenceModel:
             scale=head_dim**-0.5,
             inner=numerics.inner,
         )
-        return self._dense(f"{stem}.out", numerics.between(attended).view(tokens, -1))
+        return self._dense(f"{stem}.out", numerics.between(attended).flatten(1))
 
     def _moe(self, layer: int, x: torch.Tensor) -> torch.Tensor:
         arch, numerics, stem = self._arch, self._numerics, f"layers.{layer}.moe"
@@ -119,7 +126,7 @@ class ReferenceModel:
         rows = sort_rows(ids, 0, len(gate_up))
         h = moe_gate_up(
             fake_quant(normed) if numerics.quantise else normed,
-            lambda expert: ExactProduct(gate_up[expert]),
+            lambda expert: self._make_product(gate_up[expert]),
             self._weights[f"{stem}.gate_up.bias"],
             rows,
             arch.experts_per_token,
@@ -131,7 +138,7 @@ class ReferenceModel:
             h = fake_quant(h, _QUANT_GROUPS[arch.h_scale])
         weighted = moe_down(
             h,
-            lambda expert: ExactProduct(down[expert]),
+            lambda expert: self._make_product(down[expert]),
             self._weights[f"{stem}.down.bias"],
             weights,
             rows,
@@ -139,7 +146,7 @@ class ReferenceModel:
         )
         by_slot = torch.zeros(len(x) * arch.experts_per_token, x.shape[1])
         by_slot[rows.slots.long()] = numerics.between(weighted)
-        return moe_combine(by_slot.view(len(x), arch.experts_per_token, -1), ids, 0, len(gate_up))
+        return moe_combine(by_slot.view(len(x), arch.experts_per_token, x.shape[1]), ids, 0, len(gate_up))
 
     def _dense(self, stem: str, x: torch.Tensor) -> torch.Tensor:
         numerics = self._numerics
@@ -147,4 +154,4 @@ class ReferenceModel:
         return numerics.between(dense(seen, self._product(stem), self._weights.get(f"{stem}.bias")))
 
     def _product(self, stem: str) -> Product:
-        return ExactProduct(self._weights[f"{stem}.weight"])
+        return self._make_product(self._weights[f"{stem}.weight"])

@@ -120,7 +120,7 @@ class Attention:
             ops.attention_decode(q, *kv, *where, step.context_lens, *how)
         else:
             ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)
-        attended = self._out.quantised(out.view(step.tokens, -1))
+        attended = self._out.quantised(out.flatten(1))
         return reduce_partial(lambda dtype: self._out(attended, dtype), self._group)
 
 
