@@ -11,7 +11,7 @@ import datetime
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -111,7 +111,7 @@ def build_engine(
         try:
             jobs = _Plan(source, files, formats, report).jobs()
             _run(jobs, source, options.workers or min(os.cpu_count() or 1, MAX_WORKERS), progress)
-            files.close()
+            entries = files.close()
         finally:
             files.abandon()
             source.close()
@@ -120,7 +120,7 @@ def build_engine(
             model=checkpoint.config,
             formats=formats,
             mapping=options.mapping,
-            files=_hash_files(folder.path),
+            files=entries | _hash_files(folder.path, entries),
             provenance=_provenance(checkpoint),
             exactness=report.to_dict(),
         )
@@ -241,10 +241,10 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
         write_tokenizer_files(folder)
 
 
-def _hash_files(folder: Path) -> dict[str, FileEntry]:
+def _hash_files(folder: Path, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """The files beside the weights."""
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    with ThreadPoolExecutor(min(len(names), os.cpu_count() or 1)) as pool:
-        return dict(zip(names, pool.map(hash_file, (folder / name for name in names)), strict=True))
+    return {name: hash_file(folder / name) for name in names if name not in known}
 
 
 def _provenance(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from gptoss_trt.build_engine.prefix_hash import PrefixHash
+
 LENGTH_BYTES = 8  # the header's length, little endian
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 HEADER_ALIGNMENT = 128  # our tensors then start at multiples of a GPU's memory transaction
@@ -172,8 +174,11 @@ class TensorReader:
 class TensorWriter:
     """A safetensors file whose tensors are known beforehand and arrive in pieces, in any order, from any thread."""
 
-    def __init__(self, path: Path, table: Mapping[str, tuple[tuple[int, ...], str]]) -> None:
-        """Creates `path` with its header and full length. Raises OSError when it exists or the disk is full."""
+    def __init__(self, path: Path, table: Mapping[str, tuple[tuple[int, ...], str]], *, hashed: bool = False) -> None:
+        """Creates `path` with its header and full length; `hashed`: computes its sha256 on the way.
+
+        Raises OSError when it exists or the disk is full.
+        """
         header: dict[str, dict[str, Any]] = {}
         starts: dict[str, int] = {}
         offset = 0
@@ -191,9 +196,15 @@ class TensorWriter:
         self._missing = {name: size_bytes(*spec) for name, spec in table.items()}
         self._lock = threading.Lock()
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        if offset:
+        try:
             os.posix_fallocate(self._descriptor, 0, self.bytes)
-        os.pwrite(self._descriptor, struct.pack("<Q", len(text)) + text, 0)
+            os.pwrite(self._descriptor, struct.pack("<Q", len(text)) + text, 0)
+        except OSError as error:
+            os.close(self._descriptor)
+            raise OSError(error.errno, error.strerror, str(path)) from error
+        self._hash = PrefixHash(path, self.bytes) if hashed else None
+        if self._hash:
+            self._hash.written(0, start)
 
     def write(self, name: str, piece: torch.Tensor, first: int = 0) -> None:
         """Writes `piece` from element `first` of tensor `name` on, in memory order.
@@ -209,9 +220,11 @@ class TensorWriter:
                 f"does not fit {dtype} {list(shape)}"
             )
         view = piece.contiguous().reshape(-1).view(torch.uint8).numpy().data
-        done = 0
+        at, done = self._starts[name] + start, 0
         while done < len(view):
-            done += os.pwrite(self._descriptor, view[done:], self._starts[name] + start + done)
+            done += os.pwrite(self._descriptor, view[done:], at + done)
+        if self._hash:
+            self._hash.written(at, at + done)
         with self._lock:
             self._missing[name] -= done
 
@@ -223,8 +236,16 @@ class TensorWriter:
         os.fsync(self._descriptor)
         self.abandon()
 
+    def digest(self) -> str:
+        """The file's sha256; for a file that was opened with `hashed` and is complete."""
+        if self._hash is None:
+            raise ValueError(f"{self.path} was opened without hashed=True")
+        return self._hash.finish()
+
     def abandon(self) -> None:
         """Closes the file as it is; safe to call twice."""
+        if self._hash and any(self._missing.values()):
+            self._hash.abandon()
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

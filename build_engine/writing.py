@@ -14,7 +14,15 @@ from gptoss_trt.build_engine import shard
 from gptoss_trt.build_engine.convert import Parts
 from gptoss_trt.build_engine.safetensors_file import TensorWriter
 from gptoss_trt.build_engine.shard import Cut, Span
-from gptoss_trt.build_engine.spec import BLOCK, MXFP4_GROUP, Formats, ModelConfig, ParallelMapping, expected_tensors
+from gptoss_trt.build_engine.spec import (
+    BLOCK,
+    MXFP4_GROUP,
+    FileEntry,
+    Formats,
+    ModelConfig,
+    ParallelMapping,
+    expected_tensors,
+)
 from gptoss_trt.build_engine.spec import rank_file as file_of
 
 
@@ -29,7 +37,7 @@ class EngineFiles:
         self._writers: list[TensorWriter] = []
         try:
             for rank, table in enumerate(self._tables):
-                self._writers.append(TensorWriter(folder / file_of(rank), table))
+                self._writers.append(TensorWriter(folder / file_of(rank), table, hashed=True))
         except OSError:
             self.abandon()
             raise
@@ -74,10 +82,11 @@ class EngineFiles:
         for writer in self._writers:
             writer.write(name, value)
 
-    def close(self) -> None:
-        """Forces all files to disk. Raises CheckpointError when a tensor is incomplete."""
+    def close(self) -> dict[str, FileEntry]:
+        """Forces all files to disk; their lengths and hashes. Raises CheckpointError when a tensor is incomplete."""
         for writer in self._writers:
             writer.close()
+        return {writer.path.name: FileEntry(writer.bytes, writer.digest()) for writer in self._writers}
 
     def abandon(self) -> None:
         for writer in self._writers:

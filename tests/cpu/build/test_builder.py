@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -268,3 +269,24 @@ def test_an_interruption_between_the_two_renames_is_repaired(checkpoints: dict[s
     with pytest.raises(CheckpointError, match="is an engine already"):
         build(checkpoints["openai"], out)
     assert inspection.verify(out) == []
+
+
+def test_a_full_disk_is_named_and_leaves_nothing(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(descriptor: int, offset: int, length: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(OSError, match=r"No space left on device: .*rank0\.safetensors"):
+        build(checkpoints["openai"], tmp_path / "engine")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_harmony_models_bring_their_tokenizer(
+    checkpoints: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(builder, "HARMONY_VOCAB_SIZE", CONFIG.vocab_size)
+    manifest = build(checkpoints["openai"], tmp_path / "engine").manifest
+    assert {"rank0.safetensors", "tokenizer.json", "chat_template.jinja"} <= set(manifest.files)
+    assert inspection.verify(tmp_path / "engine") == []
