@@ -208,21 +208,27 @@ class EngineClient:
             if self._connect():
                 self._read_until_gone()
                 continue
-            if self._starter is not None:
-                self._note = self._starter.try_start(self._connect, self._closed.is_set)
-            else:
-                self._note = "no engine process runs and this client may not start one"
+            self._note = self._try_start()
             if self._candidate is None:
-                self._first_try_failed()
+                self._fail_flights(self._reason())
                 self._closed.wait(POLL_S)
         self._fail_flights("the engine client was closed")
         if self._candidate is not None:
             self._candidate.close()
 
-    def _first_try_failed(self) -> None:
+    def _try_start(self) -> str:
+        """Starts the engine if that is up to this client; what is known then."""
         if self._starter is None:
             self._first_try.set()
-        self._fail_flights(self._reason())
+            return "no engine process runs and this client may not start one"
+        try:
+            note = self._starter.try_start(self._connect, self._closed.is_set)
+        except (OSError, ValueError) as error:  # the state folder is gone or full, no Python is there
+            note = f"the engine cannot be started: {type(error).__name__}: {error}"
+            self._first_try.set()
+        if self._starter.failures:
+            self._first_try.set()
+        return note
 
     def _connect(self) -> bool:
         """Whether an engine accepts connections; the connection is kept for use."""

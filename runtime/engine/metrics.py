@@ -73,8 +73,10 @@ class Statistics:
         self._prompt_tokens += prompt_tokens
         self._input.add(prompt_tokens)
 
-    def scheduled(self, waited_s: float) -> None:
+    def scheduled(self, waited_s: float, cached_tokens: int = 0) -> None:
+        """A request's first sequence begins, `cached_tokens` of its prompt being known."""
         self._queue.add(waited_s)
+        self._cached_tokens += cached_tokens
 
     def first_token(self, since_arrival_s: float) -> None:
         self._first_token.add(since_arrival_s)
@@ -82,7 +84,6 @@ class Statistics:
     def finished(self, reason: str, usage: Usage) -> None:
         """One sequence has ended."""
         self._finished[reason] += 1
-        self._cached_tokens += usage.cached_tokens
         self._draft_tokens += usage.draft_tokens
         self._accepted_draft_tokens += usage.accepted_draft_tokens
         self._output.add(usage.completion_tokens)

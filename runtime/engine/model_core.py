@@ -6,6 +6,7 @@ Invariant: one step is plan, run, commit; nothing else changes the scheduler. Mu
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import time
 from collections.abc import Callable
@@ -145,9 +146,15 @@ def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
     from gptoss_trt.runtime.model import load_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    torch.set_num_threads(options.threads or settings.read("GPTOSS_TRT_THREADS"))
+    torch.set_num_threads(options.threads or _default_threads())
     model = load_model(engine_dir, device=device)
     return ModelCore(model, options, kv_bytes=options.kv_bytes or _free_kv_bytes(device), device=device)
+
+
+def _default_threads() -> int:
+    """GPTOSS_TRT_THREADS, less where that would leave no core to the server and the stubs beside the engine."""
+    wanted: int = settings.read("GPTOSS_TRT_THREADS")
+    return min(wanted, max(1, (os.cpu_count() or 1) - 1))
 
 
 def _free_kv_bytes(device: str) -> int:

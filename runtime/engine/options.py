@@ -44,6 +44,8 @@ class EngineOptions:
             value = getattr(self, name)
             if type(value) is not int or not low <= value <= high:
                 raise EngineLoadError(f"engine option {name} is {value!r}; it must be an integer in {low}..{high}")
+        if self.max_batch > self.step_tokens:
+            raise EngineLoadError(f"engine option max_batch is {self.max_batch}, over step_tokens, {self.step_tokens}")
         if self.device not in ("", "cpu", "cuda"):
             raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
 

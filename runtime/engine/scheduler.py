@@ -13,6 +13,7 @@ never fight.
 from __future__ import annotations
 
 import bisect
+import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -126,7 +127,7 @@ class Scheduler:
         self._orders += 1
         # Without a shared cache a salt of its own lets only the sequences of one request share blocks.
         salt = f"shared:{submit.cache_salt}" if self._limits.prefix_cache else f"own:{self._orders}"
-        request = Request(key, submit, arrival_ns, self._orders, seed, salt.encode()[-64:])
+        request = Request(key, submit, arrival_ns, self._orders, seed, hashlib.blake2b(salt.encode()).digest())
         request.sequences = [Sequence(request, index, list(submit.token_ids)) for index in range(submit.n)]
         self._requests[key] = request
         self._waiting.add(request.sequences[0])
@@ -212,7 +213,7 @@ class Scheduler:
             sequence.first_scheduled_ns = now_ns
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             if sequence.index == 0:
-                self._statistics.scheduled((now_ns - request.arrival_ns) / 1e9)
+                self._statistics.scheduled((now_ns - request.arrival_ns) / 1e9, sequence.cached_tokens)
         sequence.paused = False
         sequence.rank = (self._waiting.effective_priority(request, now_ns), request.order, sequence.index)
         bisect.insort(self._running, sequence, key=lambda other: other.rank)

@@ -34,6 +34,7 @@ class EngineStarter:
         self._home = home
         self._idle_timeout_s = idle_timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self.failures = 0  # engines started here that ended before they listened
 
     def try_start(self, is_alive: Callable[[], bool], give_up: Callable[[], bool]) -> str:
         """Starts the engine if no other client is doing so, it is not alive and the back-off is over.
@@ -84,6 +85,7 @@ class EngineStarter:
         while time.monotonic() < until and not give_up():
             status = self.reap()
             if status is not None:
+                self.failures += 1
                 return f"the engine ended at its start with status {status}: {self._last_log_line()}"
             if is_alive():
                 return "started"

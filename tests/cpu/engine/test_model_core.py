@@ -273,7 +273,14 @@ def test_guides_go_through_the_compiler() -> None:
     assert isinstance(bad, Error) and bad.code == "INVALID_ARGUMENT" and "odd" in bad.message
 
 
-@pytest.mark.parametrize("make", [lambda: EngineOptions(block_tokens=65), lambda: EngineOptions(device="tpu")])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: EngineOptions(block_tokens=65),
+        lambda: EngineOptions(device="tpu"),
+        lambda: EngineOptions(max_batch=9, step_tokens=8),
+    ],
+)
 def test_impossible_options_are_errors(make: Callable[[], EngineOptions]) -> None:
     with pytest.raises(EngineLoadError, match="engine option"):
         make()

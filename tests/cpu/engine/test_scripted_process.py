@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import queue
+import shutil
 import signal
 import stat
 import subprocess
@@ -222,6 +223,52 @@ def test_a_crash_fails_open_requests_and_restarts(client: EngineClient) -> None:
     assert isinstance(start(client, 3, "after").end(), Finished)
 
 
+def test_two_clients_restart_one_engine(client: EngineClient, engine_dir: Path, tmp_path: Path) -> None:
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state")) as other:
+        streams = [start(client, ENDLESS), start(other, ENDLESS)]
+        for stream in streams:
+            stream.next()
+        os.kill(engine_pid(client), signal.SIGKILL)
+        for stream in streams:
+            end = stream.end()
+            assert isinstance(end, Error) and end.code == "UNAVAILABLE"
+        client.wait_ready(10), other.wait_ready(10)
+        assert engine_pid(client) == engine_pid(other)
+        assert len(json.loads(client.home.starts.read_text())) == 2
+
+
+def test_a_terminated_engine_says_goodbye_and_comes_back(client: EngineClient) -> None:
+    stream = start(client, ENDLESS)
+    stream.next()
+    pid = engine_pid(client)
+    os.kill(pid, signal.SIGTERM)
+    end = stream.end()
+    assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "ends" in end.message
+    client.wait_ready(10)
+    assert engine_pid(client) != pid
+
+
+def test_a_step_that_hangs_is_seen_and_ends_the_process(engine_dir: Path, tmp_path: Path) -> None:
+    home = EngineHome.of(engine_dir, tmp_path / "state")
+    command = [sys.executable, "-m", "gptoss_trt.runtime.engine.process", str(engine_dir), "--home", str(home.folder)]
+    process = subprocess.Popen([*command, "--step-timeout-s", "1.0"], stderr=subprocess.DEVNULL)
+    wait_until(home.socket.exists, 10, "the engine listens")
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", start=False)) as client:
+        client.wait_ready(5)
+        stream = start(client, HANGING)
+        wait_until(lambda: client.health()["state"] == "hung", 3, "health tells of the hang")
+        end = stream.end(5)
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "limit is 1.0 s" in end.message
+    assert process.wait(10) == 1
+
+
+def test_a_second_process_for_one_home_leaves_at_once(client: EngineClient, engine_dir: Path) -> None:
+    command = [sys.executable, "-m", "gptoss_trt.runtime.engine.process", str(engine_dir)]
+    second = subprocess.run([*command, "--home", str(client.home.folder)], capture_output=True, timeout=20, check=False)
+    assert second.returncode == 3 and b"another engine process owns" in second.stderr
+    assert client.health()["ready"]
+
+
 def test_restarts_back_off(client: EngineClient) -> None:
     times = []
     for _ in range(3):
@@ -312,6 +359,15 @@ def test_a_load_that_fails_says_why(tmp_path: Path) -> None:
         end = start(hopeless, 1).end()
         assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "no such card" in end.message
         wait_until(lambda: "no such card" in hopeless.health().get("reason", ""), 2, "the reason in health")
+
+
+def test_a_lost_state_folder_is_an_answer(client: EngineClient) -> None:
+    pid = engine_pid(client)
+    shutil.rmtree(client.home.folder)
+    os.kill(pid, signal.SIGKILL)
+    wait_until(lambda: "cannot be started" in client.health().get("reason", ""), 3, "the reason in health")
+    end = start(client, 1).end()
+    assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "cannot be started" in end.message
 
 
 def test_the_log_names_requests_and_no_prompts(client: EngineClient) -> None:
