@@ -118,6 +118,13 @@ __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, u
   return value;
 }
 
+// The value, kept in a register: the compiler would rather compute it again in every turn of a
+// loop.
+__device__ __forceinline__ uint32_t keep_in_register(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
 // ---- dependent launch -----------------------------------------------------------------------
 
 // Waits until the kernel ahead in the stream has ended and its writes are visible. Returns at once
@@ -150,7 +157,8 @@ struct WgmmaDescriptor {
   uint32_t high;
 
   __device__ __forceinline__ WgmmaDescriptor(uint32_t address, uint32_t k_stride, uint32_t n_stride)
-      : low(((address & 0x3FFFF) >> 4) | (k_stride >> 4 << 16)), high(n_stride >> 4) {}
+      : low(keep_in_register(((address & 0x3FFFF) >> 4) | (k_stride >> 4 << 16))),
+        high(n_stride >> 4) {}
 
   __device__ __forceinline__ uint64_t moved(uint32_t units) const {
     return static_cast<uint64_t>(high) << 32 | (low + units);

@@ -119,12 +119,17 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ void advance(int records, int stages) {
+  // At most `stages` further.
+  __device__ __forceinline__ void step(int records, int stages) {
     stage += records;
-    while (stage >= stages) {
-      stage -= stages;
-      parity ^= 1;
-    }
+    const bool wraps = stage >= stages;
+    stage -= wraps ? stages : 0;
+    parity ^= wraps ? 1 : 0;
+  }
+
+  __device__ void advance(int records, int stages) {
+    for (; records > stages; records -= stages) step(stages, stages);
+    step(records, stages);
   }
 };
 

@@ -15,11 +15,19 @@ constexpr int kInstructionsPerRecord = 4;
 
 using Fragments = uint32_t[kInstructionsPerRecord][4];
 
-// The code table and 16 zero bytes, in shared memory at an address that the compiler knows. 15 rows
-// of 8 bytes lie in 32 different banks, so any lanes may read any rows at once.
+// The code table and 16 zero bytes, in shared memory at an address that the compiler knows. A row
+// takes 16 bytes, so that a shift in the high nibble of its byte is the row's offset as it stands;
+// rows 8 apart share banks, which shifts of one block seldom are.
 struct ReaderTable {
-  uint2 codes[kTableRows];
+  struct __align__(16) Row {
+    uint2 codes;
+  };
+  Row rows[kTableRows];
   uint4 zeros;
+
+  __device__ __forceinline__ uint2 codes(uint32_t offset) const {
+    return *reinterpret_cast<const uint2*>(reinterpret_cast<const uint8_t*>(rows) + offset);
+  }
 };
 
 template <Storage kStorage>
@@ -27,14 +35,18 @@ struct WeightReader;
 
 template <>
 struct WeightReader<Storage::kMxfp4> {
-  // Every thread of a warpgroup calls it; `thread` is its place there. Absent halves give zero
-  // weights.
-  static __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, int thread,
-                                              bool second_half, Fragments& a) {
-    const uint32_t zeros = shared_address(&table.zeros);
-    const uint32_t shifts = record + kHeaderBytes + thread / 32 * 16 + thread % 32 / 2;
-    const uint32_t nibbles = record + kHeaderBytes + kShiftBytes + thread * 16;
-    const uint32_t later = second_half ? nibbles + half_bytes(Storage::kMxfp4) : zeros;
+  // `thread` is the caller's place in its warpgroup.
+  __device__ __forceinline__ explicit WeightReader(int thread)
+      : nibbles_(keep_in_register(kHeaderBytes + kShiftBytes + thread * 16)),
+        shifts_(keep_in_register(kHeaderBytes + thread / 32 * 16 + thread % 32 / 2)) {}
+
+  // Called by every thread of a warpgroup. Absent halves give zero weights.
+  __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, bool second_half,
+                                       Fragments& a) const {
+    const uint32_t nibbles = record + nibbles_;
+    const uint32_t shifts = record + shifts_;
+    const uint32_t later =
+        second_half ? nibbles + half_bytes(Storage::kMxfp4) : shared_address(&table.zeros);
     expand(load_shared_u128(nibbles), load_shared_u8(shifts), table, a[0], a[1]);
     // Zero nibbles are code 0 in every row of the table: the stale shift does no harm.
     expand(load_shared_u128(later), load_shared_u8(shifts + half_bytes(Storage::kMxfp4)), table,
@@ -45,8 +57,8 @@ struct WeightReader<Storage::kMxfp4> {
   static __device__ __forceinline__ void expand(uint4 words, uint32_t shift,
                                                 const ReaderTable& table, uint32_t (&first)[4],
                                                 uint32_t (&second)[4]) {
-    const uint2 low = table.codes[shift & 15];
-    const uint2 high = table.codes[shift >> 4];
+    const uint2 low = table.codes((shift << 4) & 0xF0);
+    const uint2 high = table.codes(shift & 0xF0);
     expand_word(words.x, low, first[0], first[2]);
     expand_word(words.y, high, first[1], first[3]);
     expand_word(words.z, low, second[0], second[2]);
@@ -60,25 +72,33 @@ struct WeightReader<Storage::kMxfp4> {
     columns = permute_bytes(codes.x, codes.y, selectors) | (word & 0x80808080u);
     columns_16 = permute_bytes(codes.x, codes.y, selectors >> 16) | ((word << 4) & 0x80808080u);
   }
+
+  uint32_t nibbles_;
+  uint32_t shifts_;
 };
 
 template <>
 struct WeightReader<Storage::kFp8> {
-  static __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, int thread,
-                                              bool second_half, Fragments& a) {
+  __device__ __forceinline__ explicit WeightReader(int thread)
+      : fragments_(keep_in_register(kHeaderBytes + thread * 16)) {}
+
+  __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, bool second_half,
+                                       Fragments& a) const {
+    constexpr int kRunBytes = half_bytes(Storage::kFp8) / kInstructionsPerHalf;
     const uint32_t zeros = shared_address(&table.zeros);
-    const uint32_t mine = record + kHeaderBytes + thread * 16;
 #pragma unroll
     for (int i = 0; i < kInstructionsPerRecord; ++i) {
-      constexpr int kRunBytes = half_bytes(Storage::kFp8) / kInstructionsPerHalf;
       const bool present = i < kInstructionsPerHalf || second_half;
-      const uint4 words = load_shared_u128(present ? mine + i * kRunBytes : zeros);
+      const uint4 words = load_shared_u128(present ? record + fragments_ + i * kRunBytes : zeros);
       a[i][0] = words.x;
       a[i][1] = words.y;
       a[i][2] = words.z;
       a[i][3] = words.w;
     }
   }
+
+ private:
+  uint32_t fragments_;
 };
 
 }  // namespace gptoss::moe

@@ -169,47 +169,39 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
   constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
   const WgmmaDescriptor tokens(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
-  const uint32_t scales = shared.address(shared.at.scales) + thread % 4 * 8;
+  const uint32_t scales = keep_in_register(shared.address(shared.at.scales) + thread % 4 * 8);
+  const WeightReader<kStorage> reader(thread);
   const int skip = (warpgroup - item.record_begin) & (kConsumers - 1);
-  ring.advance(skip, shared.at.stages);
+  ring.step(skip, shared.at.stages);
+#pragma unroll 1
   for (int record = item.record_begin + skip; record < item.record_end; record += kConsumers) {
     barrier_wait(shared.full(ring.stage), ring.parity);
     const uint32_t stage = shared.stage(ring.stage);
     const bool second_half = record + 1 < p.records || p.tail_halves == 2;
     Fragments a;
-    WeightReader<kStorage>::load(stage, shared.table, thread, second_half, a);
+    reader.load(stage, shared.table, second_half, a);
     const float weight_scale = load_shared_f32(stage);
     wgmma_operands_ready(a);
     __syncwarp();
     if (thread % 32 == 0) barrier_arrive(shared.empty(ring.stage));
     const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
-    if constexpr (kScale64) {
-      float first[kTokens / 2], second[kTokens / 2];
-      wgmma_fence();
-      wgmma_e4m3<kTokens>(first, a[0], tokens.moved(b), 0);
-      wgmma_e4m3<kTokens>(first, a[1], tokens.moved(b + kInstructionStep), 1);
-      wgmma_e4m3<kTokens>(second, a[2], tokens.moved(b + 2 * kInstructionStep), 0);
-      wgmma_e4m3<kTokens>(second, a[3], tokens.moved(b + 3 * kInstructionStep), 1);
-      wgmma_commit();
-      wgmma_wait_all();
-      wgmma_settle(first);
-      wgmma_settle(second);
-      const uint32_t row = scales + 2 * record * kTokens * 4;
-      promote<kTokens>(first, weight_scale, row, sum);
-      promote<kTokens>(second, weight_scale, row + kTokens * 4, sum);
-    } else {
+    // Instructions that share an activation scale make one sum of products.
+    constexpr int kTogether = kScale64 ? kInstructionsPerHalf : kInstructionsPerRecord;
+#pragma unroll
+    for (int first = 0; first < kInstructionsPerRecord; first += kTogether) {
       float acc[kTokens / 2];
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kInstructionsPerRecord; ++i) {
-        wgmma_e4m3<kTokens>(acc, a[i], tokens.moved(b + i * kInstructionStep), i);
+      for (int i = 0; i < kTogether; ++i) {
+        wgmma_e4m3<kTokens>(acc, a[first + i], tokens.moved(b + (first + i) * kInstructionStep), i);
       }
       wgmma_commit();
       wgmma_wait_all();
       wgmma_settle(acc);
-      promote<kTokens>(acc, weight_scale, scales + record * kTokens * 4, sum);
+      const int group = record * (kInstructionsPerRecord / kTogether) + first / kTogether;
+      promote<kTokens>(acc, weight_scale, scales + group * kTokens * 4, sum);
     }
-    ring.advance(kConsumers, shared.at.stages);
+    ring.step(kConsumers, shared.at.stages);
   }
 }
 
@@ -395,7 +387,7 @@ __device__ inline void produce(const Params& p, const Shared& shared) {
       bulk_copy(shared.stage(ring.stage),
                 strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes,
                 shared.full(ring.stage));
-      ring.advance(1, shared.at.stages);
+      ring.step(1, shared.at.stages);
     }
   }
 }
@@ -452,7 +444,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init_fence();
   } else if (threadIdx.x < 64 + kTableRows) {
     const int row = threadIdx.x - 64;
-    table.codes[row] = make_uint2(kCodeTable.words[row][0], kCodeTable.words[row][1]);
+    table.rows[row].codes = make_uint2(kCodeTable.words[row][0], kCodeTable.words[row][1]);
     if (row == 0) table.zeros = make_uint4(0, 0, 0, 0);
   }
   __syncthreads();
