@@ -79,7 +79,7 @@ def test_engine_equals_the_reference_in_its_formats(
     assert torch.equal(actual, same_sums)
     exact_sums = _reference(engine, ENGINE).forward(torch.tensor(ids))
     error = (actual - exact_sums).norm(dim=1) / exact_sums.norm(dim=1)
-    assert error[0] < 1e-6
+    assert (error < 1e-6).sum() >= 3
     assert error.max() < 0.2  # from the first bf16 that rounds to the other side on, FP8 codes differ too
     plain = _reference(engine, UNQUANTISED).forward(torch.tensor(ids))
     quantised = (actual - plain).norm(dim=1) / plain.norm(dim=1)
@@ -102,7 +102,7 @@ def test_one_piece_chunks_and_tokens_agree_to_the_bit(kv: str, make_engine: Make
     model = load_model(make_engine(kv=kv) if kv == "bf16" else make_engine(layout="modelopt_fp8", kv=kv))
     ids = _prompt(150)
     whole = scheduler(model).step({"a": ids}, rows="all")
-    for sizes in ([127, 1, 1, 21], [64, 64, 22], [1] * 150):
+    for sizes in ([127, 1, 1, 21], [64, 64, 22], [100] + [1] * 50):
         chunked, begin, parts = scheduler(model), 0, []
         for size in sizes:
             parts.append(chunked.step({"a": ids[begin : begin + size]}, rows="all"))
