@@ -1,0 +1,224 @@
+"""Every op of torch.ops.gptoss_trt on the GPU against its CPU implementation, at the real models' widths.
+
+EXACT where the format says so (quantisation, indices, tables); worst row elsewhere. Outputs are poisoned first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
+
+OPS = torch.ops.gptoss_trt
+E4M3 = torch.float8_e4m3fn
+H, INTER, HEADS, KV_HEADS, D, BLOCK_TOKENS = 2880, 2880, 64, 8, 64, 64
+
+
+def bf16(*shape: int, scale: float = 1.0) -> torch.Tensor:
+    return (torch.randn(*shape) * scale).to(torch.bfloat16)
+
+
+def poisoned(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    out = torch.empty(*shape, dtype=dtype)
+    out.view(torch.uint8).fill_(0x7B)
+    return out
+
+
+def both(op: str, inputs: Sequence[Any], outputs: Sequence[torch.Tensor | None]) -> tuple[list[Any], list[Any]]:
+    """The outputs of `op` on the CPU and on the GPU, from the same inputs and the same poison."""
+
+    def copy(device: str) -> list[Any]:
+        moved = [x.to(device).clone() if isinstance(x, torch.Tensor) else x for x in inputs]
+        outs = [out.clone().to(device) if out is not None else None for out in outputs]
+        getattr(OPS, op)(*moved, *outs)
+        return [out.cpu() if out is not None else None for out in outs]
+
+    want, got = copy("cpu"), copy("cuda")
+    torch.cuda.synchronize()
+    return got, want
+
+
+def assert_rows(got: torch.Tensor, want: torch.Tensor, eps: float) -> None:
+    got, want = got.float(), want.float()
+    worst = (got - want).abs().amax(-1) / want.abs().amax(-1).clamp(min=1e-6)
+    assert float(worst.max()) < eps, f"worst row {int(worst.argmax())}: {float(worst.max()):.3g}"
+
+
+def exact(got: torch.Tensor, want: torch.Tensor) -> None:
+    assert torch.equal(got.contiguous().view(torch.uint8), want.contiguous().view(torch.uint8))
+
+
+def adversarial(tokens: int, width: int) -> torch.Tensor:
+    x = torch.randn(tokens, width)
+    x[0] = 0
+    x[1, width // 2] = 1e4
+    x[2] *= 1e-30
+    return x.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("group", [128, 64, 0])
+def test_act_quant_is_exact(group: int) -> None:
+    scales = poisoned(-(-H // (group or 1)), 300) if group else None
+    got, want = both("act_quant", (adversarial(300, H), group), (poisoned(300, H, dtype=E4M3), scales))
+    for a, b in zip(got, want, strict=True):
+        if a is not None:
+            exact(a, b)
+
+
+def test_rmsnorm_quant() -> None:
+    outputs = (poisoned(33, H, dtype=torch.bfloat16), poisoned(33, H, dtype=E4M3), poisoned(23, 33))
+    residual = adversarial(33, H)
+    got, want = both("rmsnorm_quant", (residual, bf16(33, H), bf16(H), 1e-5), outputs)
+    assert_rows(got[0], want[0], 2**-7)
+    assert float((got[0] != want[0]).float().mean()) < 1e-3
+    torch.testing.assert_close(got[2], want[2], rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (7, 32), (200, 128)])
+def test_moe_route_orders_ties_by_index(tokens: int, experts: int) -> None:
+    x, weight, bias = bf16(tokens, H), bf16(experts, H, scale=0.02), bf16(experts)
+    weight[9], bias[9] = weight[4], bias[4]
+    outputs = (
+        poisoned(tokens, 4, dtype=torch.int32), poisoned(tokens, 4), poisoned(experts + 1, dtype=torch.int32),
+        poisoned(experts + 1, dtype=torch.int32), poisoned(tokens * 4, dtype=torch.int32),
+    )  # fmt: skip
+    got, want = both("moe_route", (x, weight, bias, None, 0, experts), outputs)
+    same = (got[0] == want[0]).all(-1)
+    # fp32 sums in another order may round a logit to the other bf16 neighbour: a near tie, counted.
+    assert float(same.float().mean()) > 0.95
+    ids = got[0].reshape(-1).long()
+    assert got[4].tolist() == torch.sort(ids, stable=True).indices.tolist()
+    assert got[2].diff().tolist() == torch.bincount(ids, minlength=experts).tolist()
+    torch.testing.assert_close(got[1][same], want[1][same], rtol=2**-7, atol=2**-9)
+
+
+def test_slots_and_rope() -> None:
+    query_start = torch.tensor([0, 70, 71], dtype=torch.int32)
+    positions = torch.cat([torch.arange(60, 130), torch.tensor([4000, 0])]).to(torch.int32)
+    table = torch.randperm(80).to(torch.int32).reshape(1, 80).repeat(2, 1)
+    got, want = both(
+        "kv_slots", (positions, query_start, table, None, BLOCK_TOKENS), (poisoned(72, dtype=torch.int32),)
+    )
+    exact(got[0], want[0])
+    qkv, cos_sin = bf16(72, (HEADS + 2 * KV_HEADS) * D), torch.randn(4096, D)
+    caches = [torch.zeros(80, KV_HEADS, BLOCK_TOKENS, D, dtype=torch.bfloat16) for _ in range(2)]
+    outputs = (poisoned(72, HEADS, D, dtype=torch.bfloat16), *caches)
+    got, want = both("rope_kv_append", (qkv, positions, cos_sin, want[0], 1.0, 1.0), outputs)
+    for a, b in zip(got, want, strict=True):
+        assert float((a != b).float().mean()) < 1e-3  # one ulp where a fused multiply-add rounds once
+        torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=2**-7)
+
+
+def paged(contexts: list[int], window: int) -> tuple[torch.Tensor, ...]:
+    """k, v, table, first block: blocks below the window are not kept; unused blocks hold NaN."""
+    needed = [-(-context // BLOCK_TOKENS) for context in contexts]
+    first = [max(0, c - 1 - window) // BLOCK_TOKENS if window else 0 for c in contexts]
+    total = sum(needed) + 2
+    k, v = (torch.full((total, KV_HEADS, BLOCK_TOKENS, D), float("nan")) for _ in range(2))
+    order = torch.randperm(total).tolist()
+    table = torch.full((len(contexts), max([1, *needed])), -1, dtype=torch.int32)
+    for s, count in enumerate(needed):
+        for entry in range(first[s], count):
+            block = order.pop()
+            table[s, entry - first[s]] = block
+            k[block], v[block] = torch.randn(2, KV_HEADS, BLOCK_TOKENS, D)
+    return k.to(torch.bfloat16), v.to(torch.bfloat16), table, torch.tensor(first, dtype=torch.int32)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_attention_decode(window: int) -> None:
+    contexts = [1, 127, 128, 129, 1025, 3000, 0]
+    k, v, table, first = paged(contexts, window)
+    q, sinks = bf16(len(contexts), HEADS, D), bf16(HEADS) + 3
+    inputs = (q, k, v, table, first if window else None, torch.tensor(contexts, dtype=torch.int32), sinks, window,
+              0.125, 1.0, 1.0)  # fmt: skip
+    got, want = both("attention_decode", inputs, (poisoned(len(contexts), HEADS, D, dtype=torch.bfloat16),))
+    assert_rows(got[0], want[0], 2**-6)
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_attention_prefill(window: int) -> None:
+    contexts = [300, 1, 129]
+    k, v, table, _ = paged(contexts, 0)
+    q, sinks = bf16(430, HEADS, D), bf16(HEADS) + 3
+    query_start = torch.tensor([0, 300, 301, 430], dtype=torch.int32)
+    inputs = (q, k, v, table, None, query_start, torch.tensor(contexts, dtype=torch.int32), sinks, window,
+              0.125, 1.0, 1.0)  # fmt: skip
+    got, want = both("attention_prefill", inputs, (poisoned(430, HEADS, D, dtype=torch.bfloat16),))
+    assert_rows(got[0], want[0], 2**-6)
+
+
+@pytest.mark.parametrize(
+    ("mxfp4", "h_group", "tokens"),
+    [(True, 128, 1), (True, 128, 200), (True, 64, 9), (True, 0, 9), (False, 128, 9), (False, 64, 1), (False, 0, 1)],
+)
+def test_expert_products(mxfp4: bool, h_group: int, tokens: int) -> None:
+    experts, top_k = 4, 2
+    torch.manual_seed(tokens)
+
+    def weights(rows: int, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if mxfp4:
+            blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
+            return blocks, torch.randint(118, 121, (experts, rows, columns // 32), dtype=torch.uint8)
+        codes = (torch.randn(experts, rows, columns) * 8).to(E4M3)
+        return codes, torch.full((experts, -(-rows // 128), -(-columns // 128)), 2.0**-10)
+
+    q, scales = torch.empty(tokens, H, dtype=E4M3), torch.empty(-(-H // 128), tokens)
+    OPS.act_quant(bf16(tokens, H), 128, q, scales)
+    up, up_scale = weights(2 * INTER, H)
+    down, down_scale = weights(H, INTER)
+    ids = torch.stack([torch.randperm(experts)[:top_k] for _ in range(tokens)])
+    if tokens == 200:
+        ids[:] = torch.tensor([2, 1])  # several M-blocks for two experts, none for the others
+    flat = ids.reshape(-1)
+    counts = torch.bincount(flat, minlength=experts)
+    offsets = torch.cat([torch.zeros(1), counts.cumsum(0)]).to(torch.int32)
+    active = torch.full((experts + 1,), -1, dtype=torch.int32)
+    used = counts.nonzero().reshape(-1)
+    active[0], active[1 : 1 + len(used)] = len(used), used.to(torch.int32)
+    slots = torch.sort(flat, stable=True).indices.to(torch.int32)
+    rows = tokens * top_k
+    h_scale = torch.zeros(-(-INTER // h_group), rows) if h_group else None
+    inputs = (q, scales, up, up_scale, bf16(experts, 2 * INTER), offsets, active, slots, top_k, 7.0, 1.702, "plain",
+              h_group)  # fmt: skip
+    got, want = both("moe_gate_up", inputs, (torch.zeros(rows, INTER, dtype=E4M3), h_scale))
+    difference = (got[0].float() - want[0].float()).abs()
+    assert bool((difference <= want[0].float().abs() / 8 + 2.0**-9).all())
+    assert float((difference > 0).float().mean()) < 0.02
+    inputs = (want[0], want[1], down, down_scale, bf16(experts, H), torch.rand(tokens, top_k), offsets, active, slots,
+              "plain", h_group)  # fmt: skip
+    got, want = both("moe_down", inputs, (poisoned(tokens, top_k, H, dtype=torch.bfloat16),))
+    assert_rows(got[0].reshape(rows, H), want[0].reshape(rows, H), 2**-7)
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_dense_products(tokens: int) -> None:
+    rows = 5120
+    x, weight, bias = bf16(tokens, H), bf16(rows, H, scale=0.02), bf16(rows)
+    got, want = both("dense", (x, weight, bias), (poisoned(tokens, rows, dtype=torch.bfloat16),))
+    assert_rows(got[0], want[0], 2**-7)
+    got, want = both("dense", (x, weight, None), (poisoned(tokens, rows),))
+    assert_rows(got[0], want[0], 1e-4)
+    q, scales = torch.empty(tokens, H, dtype=E4M3), torch.empty(23, tokens)
+    OPS.act_quant(x, 128, q, scales)
+    codes, weight_scale = (torch.randn(rows, H) * 8).to(E4M3), torch.rand(40, 23) * 2.0**-8
+    inputs = (q, scales, codes, weight_scale, [4096, 512, 512], bias)
+    got, want = both("dense_fp8", inputs, (poisoned(tokens, rows),))
+    assert_rows(got[0], want[0], 1e-3)
+
+
+def test_combine_and_embedding() -> None:
+    rows, ids = bf16(37, 4, H), torch.randint(0, 32, (37, 4), dtype=torch.int32)
+    residual = bf16(37, H)
+    outputs = (poisoned(37, H, dtype=torch.bfloat16), poisoned(37, H, dtype=E4M3), poisoned(23, 37))
+    got, want = both("moe_combine_norm", (rows, ids, 0, 32, residual, bf16(H), 1e-5), outputs)
+    assert_rows(got[0], want[0], 2**-7)
+    got, want = both("moe_combine", (rows, ids, 8, 8, False), (poisoned(37, H),))
+    torch.testing.assert_close(got[0], want[0], rtol=1e-6, atol=1e-6)
+    got, want = both("embedding", (torch.tensor([3, 99, 40], dtype=torch.int32), bf16(90, H), 0),
+                     (poisoned(3, H, dtype=torch.bfloat16),))  # fmt: skip
+    exact(got[0], want[0])
