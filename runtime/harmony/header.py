@@ -106,8 +106,18 @@ def read_heading(sections: Sequence[Section], *, started: bool, complete: bool, 
     tool = tool_name(recipient.decode("utf-8", "replace"), tools)
     has_channel = any(section.mark is Mark.CHANNEL for section in sections)
     kind = Kind.TOOL if tool else _CHANNELS.get(channel, Kind.DROP) if channel else Kind.CONTENT
-    rest = b"" if complete else b"".join(rests).lstrip()
+    rest = b"" if complete else _joined(rests)
     return Heading(kind, has_channel, tool or "", rest)
+
+
+def _joined(rests: Sequence[bytes]) -> bytes:
+    """The leftovers of all sections. A character never spans the marker between two; the last may be incomplete."""
+    return b"".join([*map(whole_characters, rests[:-1]), rests[-1]]).lstrip()
+
+
+def whole_characters(data: bytes) -> bytes:
+    """`data` with U+FFFD for what is no character: the form of text that a special token has ended."""
+    return data.decode("utf-8", "replace").encode()
 
 
 def tool_name(recipient: str, tools: Collection[str]) -> str | None:

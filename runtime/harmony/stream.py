@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable
 from enum import Enum, auto
 from typing import Literal
 
-from gptoss_trt.runtime.harmony.header import Heading, Kind, Mark, Section, read_heading
+from gptoss_trt.runtime.harmony.header import Heading, Kind, Mark, Section, read_heading, whole_characters
 from gptoss_trt.runtime.harmony.tokenizer import Tokenizer
 
 TextEvent = tuple[Literal["reasoning", "content"], str]
@@ -70,7 +70,7 @@ class HarmonyStream:
         self._kind = Kind.DROP
         self._calls = 0  # tool calls begun
         self._answered = False  # something of the answer has come out: content or a call
-        self._pending = b""  # bare text, closed, whose place the next message decides
+        self._pending = ""  # bare text, closed, whose place the next message decides
         self.reasoning_tokens = 0  # ordinary tokens of analysis messages
         self._finished = False
         self._state = _State.HEADER
@@ -166,9 +166,9 @@ class HarmonyStream:
 
     def _release_pending(self, name: Literal["reasoning", "content"]) -> None:
         if self._pending:
-            self._events.append((name, self._pending.decode("utf-8", "replace")))
+            self._events.append((name, self._pending))
             self._answered |= name == "content"
-            self._pending = b""
+            self._pending = ""
 
     # Headers
 
@@ -218,7 +218,7 @@ class HarmonyStream:
                 self._whole_message(heading)
         elif not (self._between and self._answered) and not (cut and heading.rest_is_recipient):
             # Without any header: the answer (a refusal, mostly) when nothing follows, else reasoning.
-            self._pending += heading.rest
+            self._pending += heading.rest.decode("utf-8", "replace")
             if last:
                 self._release_pending("content")
 
@@ -238,9 +238,12 @@ class HarmonyStream:
     # Special tokens
 
     def _special(self, token_id: int) -> None:
-        if self._state is _State.CONTENT:
-            self._text(b"", final=True)  # a character never spans a special token
+        """A special token: what the table says, and in any case the end of a character that is still open."""
         action = _TRANSITIONS.get((self._state, token_id))
+        if self._state is _State.CONTENT:
+            self._text(b"", final=True)
+        elif action is None and self._state is _State.HEADER:
+            self._sections[-1].text = bytearray(whole_characters(bytes(self._sections[-1].text)))
         if action is not None:
             action(self)
 

@@ -215,6 +215,14 @@ def test_bytes_of_a_character_do_not_join_across_messages(parse):
     assert (result["reasoning"], result["content"]) == ("A\ufffd", "\ufffd\ufffd")
 
 
+def test_bytes_of_a_character_do_not_join_across_a_marker_in_bare_text(parse):
+    byte = vocabulary.token_bytes().index
+    for marker in (200003, 199998, 200100):
+        assert parse([byte(b"\xc3"), marker, byte(b"\xa9")])["content"] == "\ufffd\ufffd"
+    ids = [byte(b"\xc3"), 200007, byte(b"\xa9"), 200007]
+    assert parse([*ids, *TOKENIZER.encode(FINAL)])["reasoning"] == "\ufffd\ufffd"
+
+
 def test_bytes_of_a_character_split_between_header_and_text(parse):
     ids = TOKENIZER.encode("<|channel|>final " + "日本語の長い文" * 40)
     for chunk in (1, None):
