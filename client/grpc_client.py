@@ -15,7 +15,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gptoss_trt.client.answers import Record
 from gptoss_trt.client.api import Client
-from gptoss_trt.client.errors import ServerError
+from gptoss_trt.client.errors import ServerError, error_of_text
 from gptoss_trt.client.requests import Call
 from gptoss_trt.client.tensors import decode_response, encode_request, is_final
 
@@ -37,7 +37,7 @@ def metadata_of(headers: Mapping[str, str] | None) -> list[tuple[str, str]]:
 def error_of_rpc(error: Any) -> ServerError:
     """The ServerError of a grpc.RpcError (of either flavour: both have code() and details())."""
     code = error.code()
-    return ServerError(code.name if code is not None else "UNKNOWN", error.details() or "no message")
+    return error_of_text(code.name if code is not None else "UNKNOWN", error.details() or "no message")
 
 
 def open_channel(target: str, credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -57,7 +57,7 @@ class StreamProgress:
     def accept(self, response: service_pb2.ModelStreamInferResponse) -> Record:
         """The record of a response. Raises ServerError for one that carries an error text."""
         if response.error_message:
-            raise ServerError("UNKNOWN", response.error_message)
+            raise error_of_text("UNKNOWN", response.error_message)
         self._responses += 1
         final = is_final(response.infer_response)
         self._marked = self._marked or final if final is not None else self._marked

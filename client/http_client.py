@@ -15,7 +15,7 @@ import httpx
 
 from gptoss_trt.client.answers import Record
 from gptoss_trt.client.api import Client
-from gptoss_trt.client.errors import ServerError, error_of_body, status_of_http
+from gptoss_trt.client.errors import ServerError, error_of_body, error_of_text, status_of_http
 from gptoss_trt.client.requests import Call
 from gptoss_trt.client.sse import EventReader
 from gptoss_trt.client.tensors import decode_body, generate_body
@@ -32,13 +32,8 @@ def generate_path(call: Call) -> str:
 
 
 def error_of_response(status: int, text: str) -> ServerError:
-    """The error of an answer that is not 200, with the server's message where it is JSON."""
-    try:
-        body = json.loads(text)
-        message = error_of_body(body).message if "error" in body else text
-    except (json.JSONDecodeError, TypeError):
-        message = text
-    return ServerError(status_of_http(status), message.strip() or f"HTTP status {status}")
+    """The error of an answer that is not 200, with the server's message."""
+    return error_of_text(status_of_http(status), text.strip() or f"HTTP status {status}")
 
 
 def error_of_transport(error: Exception) -> ServerError:

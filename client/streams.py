@@ -127,4 +127,4 @@ class AsyncStream(Generic[T]):
 
 
 def _with_id(error: ServerError, request_id: str) -> ServerError:
-    return ServerError(error.status, error.message, request_id=error.request_id or request_id)
+    return ServerError(error.status, error.message, request_id=error.request_id or request_id, detail=error.detail)

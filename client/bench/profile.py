@@ -90,8 +90,14 @@ def _scalar(value: Any) -> Any:
 
 
 def _chunks(output: Outputs) -> list[dict[str, Any]]:
+    """The chunks of a response: perf_analyzer exports the elements of a string tensor one after another, as one text."""
     texts = output["response"]
-    return [json.loads(text) for text in (texts if isinstance(texts, list) else [texts]) if text]
+    text = "".join(texts) if isinstance(texts, list) else texts
+    chunks, position = [], 0
+    while position < len(text):
+        chunk, position = json.JSONDecoder().raw_decode(text, position)
+        chunks.append(chunk)
+    return chunks
 
 
 def _usage(output: Outputs) -> dict[str, Any]:
