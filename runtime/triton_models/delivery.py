@@ -78,11 +78,15 @@ class LiveRequest:
         self.streams: list[_Stream] = []
         self.failure: RefusalError | None = None
         self.closed = False
+        self._taken: set[str] = set()
 
-    @property
-    def engine_ids(self) -> list[str]:
-        """Ids of the engine's requests that have not ended."""
-        return list(dict.fromkeys(stream.engine_id for stream in self.streams if not stream.ended))
+    def take_open_ids(self, only: str | None) -> list[str]:
+        """Ids of the engine's requests that have not ended (or `only` that one), each given once in a request's life: a
+        cancellation of an id that the engine no longer knows from us would reach another model's request of that id."""
+        ids = dict.fromkeys(stream.engine_id for stream in self.streams if not stream.ended)
+        fresh = [name for name in ids if name not in self._taken and only in (None, name)]
+        self._taken.update(fresh)
+        return fresh
 
 
 class Delivery:
@@ -91,7 +95,7 @@ class Delivery:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._live: dict[int, LiveRequest] = {}
-        self._lock = threading.Lock()  # guards _live and every LiveRequest.closed
+        self._lock = threading.Lock()  # guards _live and what is told of a LiveRequest's end
         self._ready: queue.SimpleQueue[_Stream | LiveRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
@@ -195,7 +199,7 @@ class Delivery:
     def _end_if_complete(self, stream: _Stream) -> None:
         siblings = [other for other in stream.request.streams if other.engine_id == stream.engine_id]
         if all(other.complete or other.ended for other in siblings):
-            self._engine.cancel(stream.engine_id)
+            self._cancel_in_engine(stream.request, stream.engine_id)
 
     def _close_failed(self, request: LiveRequest) -> None:
         if self._retire(request):
@@ -211,8 +215,10 @@ class Delivery:
             self._live.pop(id(request), None)
             return True
 
-    def _cancel_in_engine(self, request: LiveRequest) -> None:
-        for engine_id in request.engine_ids:
+    def _cancel_in_engine(self, request: LiveRequest, only: str | None = None) -> None:
+        with self._lock:
+            ids = request.take_open_ids(only)
+        for engine_id in ids:
             self._engine.cancel(engine_id)
 
     # -- the watch's thread -------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_an_error_after_the_first_chunk_is_the_last_response(triton: Any, words:
 def test_a_cancelled_chat_frees_its_blocks(triton: Any, words: Any) -> None:
     request = body(words.LONG_TEXT, stream=True, max_tokens=2000)
     call = triton.open("chat", words.json_tensors(request))
-    call.next()
+    words.wait_until(lambda: triton.used_blocks() > 0)
     call.cancel()
     words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=1.0)
 
