@@ -11,6 +11,7 @@ profile was made.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from gptoss_trt.client.bench.measure import Record, Slo, Summary, summarize
 
 Outputs = dict[str, Any]
 NS = 1e-9
+CHUNK_START = re.compile(r'\{"(?=[a-z])')
 
 
 class ProfileError(ValueError):
@@ -27,7 +29,7 @@ class ProfileError(ValueError):
 def read_profile(path: Path, slo: Slo | None = None) -> list[tuple[str, Summary]]:
     """(load, summary) of every experiment in the file, load as `concurrency 4`. Raises ProfileError."""
     try:
-        experiments = json.loads(path.read_text(encoding="utf-8"))["experiments"]
+        experiments = json.loads(path.read_text(encoding="utf-8", errors="replace"))["experiments"]
         return [_experiment(entry, slo) for entry in experiments]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ProfileError(f"{path} is no profile of perf_analyzer: {error!r}") from error
@@ -90,13 +92,15 @@ def _scalar(value: Any) -> Any:
 
 
 def _chunks(output: Outputs) -> list[dict[str, Any]]:
-    """The chunks of a response: perf_analyzer exports the elements of a string tensor one after another, as one text."""
+    """The chunks of a response. perf_analyzer exports the elements of a string tensor as one text, with the four bytes
+    of each next one's length between them."""
     texts = output["response"]
     text = "".join(texts) if isinstance(texts, list) else texts
-    chunks, position = [], 0
-    while position < len(text):
-        chunk, position = json.JSONDecoder().raw_decode(text, position)
+    chunks, decoder, start = [], json.JSONDecoder(), CHUNK_START.search(text)
+    while start is not None:
+        chunk, end = decoder.raw_decode(text, start.start())
         chunks.append(chunk)
+        start = CHUNK_START.search(text, end)
     return chunks
 
 

@@ -222,7 +222,7 @@ def test_profiles_of_chat_count_by_usage():
     outputs = [{"response": json.dumps(part)} for part in (first, text, last)]
     record = record_of(profile_request(outputs, request="{}"))
     assert (record.output_tokens, record.input_tokens, record.ttft_s) == (9, 4, pytest.approx(0.2))
-    together = [{"response": json.dumps(first) + json.dumps(text) + json.dumps(last)}]
+    together = [{"response": json.dumps(first) + "{\x01\0\0" + json.dumps(text) + "\ufffd\0\0" + json.dumps(last)}]
     assert record_of(profile_request(together, request="{}")).output_tokens == 9
     with pytest.raises(ProfileError, match="no usage"):
         record_of(profile_request(outputs[:2], request="{}"))
