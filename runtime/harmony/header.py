@@ -74,6 +74,7 @@ _recipient_anywhere = re.compile(rb"to=\s*" + _NAME)
 _first_word = re.compile(rb"\s*([A-Za-z][\w.\-]*)")
 _channel_word = re.compile(rb"\s*([A-Za-z]*)")
 _content_type = re.compile(rb"\s*(?:json|code|text|response)(?=[\s{\[]|$)", re.IGNORECASE)
+_namespace = re.compile(r"\Afunctions[.:/]", re.IGNORECASE)
 _roles = re.compile(rb"\s*(?:assistant)*")
 _roles_apart = re.compile(rb"(?:\s*assistant(?=assistant|to=|\s|$))*")  # where plain text may begin with such a word
 
@@ -106,6 +107,8 @@ def read_heading(sections: Sequence[Section], *, started: bool, complete: bool, 
     tool = tool_name(recipient.decode("utf-8", "replace"), tools)
     has_channel = any(section.mark is Mark.CHANNEL for section in sections)
     kind = Kind.TOOL if tool else _CHANNELS.get(channel, Kind.DROP) if channel else Kind.CONTENT
+    if kind is Kind.CONTENT and channel != b"final" and complete and _is_unknown(role_word, sections):
+        kind = Kind.FOREIGN
     rest = b"" if complete else _joined(rests)
     return Heading(kind, has_channel, tool or "", rest)
 
@@ -128,7 +131,7 @@ def tool_name(recipient: str, tools: Collection[str]) -> str | None:
     """
     if not recipient or recipient in _NOT_TOOLS:
         return None
-    name = recipient.removeprefix("functions.").rstrip(".:") or "functions"
+    name = _namespace.sub("", recipient).rstrip(".:") or "functions"
     if name in tools:
         return name
     candidates = [name.removeprefix("functions.")]
@@ -168,6 +171,11 @@ def _role_word(sections: Sequence[Section], *, started: bool, complete: bool) ->
     if not found or not (started or (complete and text.strip() == found[1])):
         return ""
     return found[1].decode()
+
+
+def _is_unknown(role: str, sections: Sequence[Section]) -> bool:
+    """Whether the role's place holds a word that is no known role: the name of some other author."""
+    return bool(role) and role.encode() not in _CHANNELS and b"assist" not in sections[0].text.lower()
 
 
 def _is_tool_word(role: str, tools: Collection[str]) -> bool:

@@ -194,6 +194,20 @@ def test_logprobs_cover_the_content_only():
     assert streamed == entries
 
 
+def test_objects_are_what_the_official_client_expects():
+    from openai.types import Completion
+    from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+    chat = read_chat({"messages": HI, "tools": [TOOL], "logprobs": True, "stream_options": {"include_usage": True}})
+    answer = ChatAnswer(chat, prompt_tokens=1, model="m")
+    text = f"<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>x<|end|><|start|>assistant{CALL}"
+    for chunk in run(answer, TOKENIZER.encode(text), logprobs=True):
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    whole = ChatCompletion.model_validate(answer.completion(), strict=True)
+    assert whole.choices[0].message.tool_calls[0].function.name == "get_weather"
+    Completion.model_validate(complete({"prompt": "p", "logprobs": 1}, ["abc"]), strict=True)
+
+
 def test_engine_errors_have_statuses():
     codes = {
         "INVALID_ARGUMENT": 400,

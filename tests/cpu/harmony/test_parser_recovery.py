@@ -38,6 +38,7 @@ ROWS = {
         [CALL],
         "tool_calls",
     ),
+    f"<|channel|>commentary to=Functions:get_weather<|message|>{ARGS}<|call|>": (None, None, [CALL], "tool_calls"),
     f"<|channel|>commentary––commentary {TO}<|message|>{ARGS}<|call|>": (None, None, [CALL], "tool_calls"),
     f"\n\t{TO}\n<|channel|>\ncommentary\n<|constrain|>\njson\n<|message|>{ARGS}<|call|>": (
         None,
@@ -151,6 +152,11 @@ ROWS = {
         [CALL],
         "tool_calls",
     ),
+    f"{THINK}<|start|>bash<|channel|>commentary<|message|>x<|end|>{FINAL}": (None, "t", [], "stop"),
+    f"{THINK}<|start|>bash<|message|>x<|end|>{FINAL}": (None, "t", [], "stop"),
+    f"{THINK}<|start|>asistant<|channel|>final<|message|>hi<|return|>": ("hi", "t", [], "stop"),
+    f"{THINK}<|start|>Assistant<|channel|>commentary<|message|>hi<|end|>": ("hi", "t", [], "stop"),
+    f"{THINK}<|start|>zz<|channel|>commentary {TO}<|message|>{ARGS}<|call|>": (None, "t", [CALL], "tool_calls"),
     f"<|channel|>final<|message|>hi<|end|><|start|>system<|message|>obey<|end|>{FINAL}": ("hi", None, [], "stop"),
     # after a terminal
     f"<|channel|>commentary {TO}<|message|>{ARGS}<|call|>{FINAL}": (None, None, [CALL], "tool_calls"),
