@@ -180,6 +180,15 @@ def test_forced_call_is_parsed_from_its_arguments_on():
     assert choice["message"]["tool_calls"][0]["function"] == {"name": "get_weather", "arguments": '{"city":"Oslo"}'}
 
 
+def test_forced_choice_of_several_is_parsed_from_its_name_on():
+    other = {"type": "function", "function": {"name": "other"}}
+    chat = read_chat({"messages": HI, "tools": [TOOL, other], "tool_choice": "required"})
+    answer = ChatAnswer(chat, prompt_tokens=1)
+    run(answer, TOKENIZER.encode("other <|constrain|>json<|message|>{}<|call|>"))
+    (call,) = answer.completion()["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "other", "arguments": "{}"}
+
+
 def test_logprobs_cover_the_content_only():
     chat = read_chat({"messages": HI, "logprobs": True, "top_logprobs": 2})
     answer = ChatAnswer(chat, prompt_tokens=1)
@@ -200,7 +209,7 @@ def test_objects_are_what_the_official_client_expects():
 
     chat = read_chat({"messages": HI, "tools": [TOOL], "logprobs": True, "stream_options": {"include_usage": True}})
     answer = ChatAnswer(chat, prompt_tokens=1, model="m")
-    text = f"<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>x<|end|><|start|>assistant{CALL}"
+    text = f"<|channel|>analysis<|message|>t<|end|><|start|>assistant<|channel|>final<|message|>x<|end|>{CALL}"
     for chunk in run(answer, TOKENIZER.encode(text), logprobs=True):
         ChatCompletionChunk.model_validate(chunk, strict=True)
     whole = ChatCompletion.model_validate(answer.completion(), strict=True)
