@@ -24,6 +24,7 @@ from gptoss_trt.runtime.engine.scheduler import Outcome
 from gptoss_trt.runtime.engine.sequence import Sequence
 
 TOP_P_CANDIDATES = 256
+DRAW_BLOCK = 256
 COLDEST = 1e-5  # a temperature below this is greedy: dividing by it says nothing more
 
 _Way = Callable[[torch.Tensor, list[Sequence]], list[int]]
@@ -119,10 +120,13 @@ def _greedy(logits: torch.Tensor, _sequences: list[Sequence]) -> list[int]:
 
 def _from_all(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     """From softmax(logits / temperature) over the whole vocabulary, less what is under min_p of the best."""
-    weights = _scaled(logits, sequences)
-    weights = weights.sub_(weights.amax(-1, keepdim=True)).exp_()
-    floors = _column([s.request.submit.sampling.min_p for s in sequences], logits)
-    weights = weights.masked_fill_(weights < floors, 0.0)
+    settings = [sequence.request.submit.sampling for sequence in sequences]
+    weights = logits.sub_(logits.amax(-1, keepdim=True))  # in place: nobody needs these rows any more
+    if any(s.temperature != 1.0 for s in settings):
+        weights = weights.div_(_column([s.temperature for s in settings], logits))
+    weights = weights.exp_()
+    if any(s.min_p for s in settings):
+        weights = weights.masked_fill_(weights < _column([s.min_p for s in settings], logits), 0.0)
     return _draw(weights, sequences)[:, 0].tolist()
 
 
@@ -137,10 +141,11 @@ def _from_best(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     ranks = torch.arange(width, device=logits.device)
     values = values.masked_fill(ranks >= _column(limits, logits), -torch.inf)
     # Without top_k the nucleus is a share of the whole vocabulary's mass, else of the best k's.
-    whole = scaled.logsumexp(-1, keepdim=True)
-    kept = values.logsumexp(-1, keepdim=True)
-    unlimited = torch.tensor([s.top_k == 0 for s in settings], device=logits.device)[:, None]
-    probabilities = (values - torch.where(unlimited, whole, kept)).exp()
+    total = values.logsumexp(-1, keepdim=True)
+    unlimited = [row for row, s in enumerate(settings) if not s.top_k]
+    if unlimited:
+        total[unlimited] = scaled[unlimited].logsumexp(-1, keepdim=True)
+    probabilities = (values - total).exp()
     wide = [
         row
         for row, mass in enumerate(probabilities.sum(-1).tolist())
@@ -164,12 +169,28 @@ def _nucleus(probabilities: torch.Tensor, settings: list[Sampling]) -> torch.Ten
 
 
 def _draw(weights: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    """The column of each row where the running sum of `weights` passes its random share; [rows, 1], int64."""
-    sums = weights.cumsum(-1)
-    total = sums[:, -1:].contiguous()
+    """The column of each row where the running sum of `weights` passes its random share; [rows, 1], int64.
+
+    In two levels, sums of DRAW_BLOCK columns first: a running sum over the vocabulary is the slowest pass of all.
+    """
+    width = weights.shape[1]
+    whole = width // DRAW_BLOCK * DRAW_BLOCK
+    sums = weights[:, :whole].view(len(weights), -1, DRAW_BLOCK).sum(-1) if whole else weights[:, :0]
+    sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
+    running = sums.cumsum(-1)
     share = _column([uniform(s.request.seed, s.index, s.output_tokens) for s in sequences], weights)
-    choice = torch.searchsorted(sums, share * total, right=True)
-    last = torch.searchsorted(sums, total)  # rounding may put the share on the total: the last weight that counts
+    target = share * running[:, -1:]
+    block = _passes(running, target)
+    columns = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
+    inside = weights.gather(1, columns.clamp(max=width - 1)).masked_fill(columns >= width, 0.0)
+    before = running.gather(1, block) - sums.gather(1, block)
+    return block * DRAW_BLOCK + _passes(inside.cumsum(-1), target - before)
+
+
+def _passes(running: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The first column of each row whose running sum is above `target`; never one that adds nothing."""
+    choice = torch.searchsorted(running, target, right=True)
+    last = torch.searchsorted(running, running[:, -1:].contiguous())  # rounding may put the target on the total
     return torch.minimum(choice, last)
 
 

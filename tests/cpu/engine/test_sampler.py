@@ -94,7 +94,7 @@ def test_flat_logits_draw_from_the_whole_vocabulary() -> None:
 
 def test_a_token_does_not_depend_on_its_neighbours() -> None:
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randn((24, VOCABULARY), generator=generator) * 3
+    rows = torch.randn((24, 5 * VOCABULARY), generator=generator) * 3
     kinds = [
         Sampling(),
         Sampling(temperature=0.0),
@@ -112,6 +112,19 @@ def test_a_token_does_not_depend_on_its_neighbours() -> None:
     alone = [Sampler().sample(rows[i : i + 1].clone(), [sequences[i]])[0].token for i in range(len(rows))]
     backwards = [outcome.token for outcome in Sampler().sample(rows.flip(0).clone(), sequences[::-1])]
     assert together == alone == backwards[::-1]
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 255, 256, 257, 512, 1000])
+def test_every_column_can_be_drawn_and_no_other(vocabulary: int) -> None:
+    for token in {0, vocabulary // 2, vocabulary - 1}:
+        seen = frequencies(logits({token: 0.0}, fill=-200.0, vocabulary=vocabulary)[0], Sampling(), draws=50)
+        assert seen == {token: pytest.approx(1.0)}
+
+
+def test_a_draw_over_many_blocks_follows_the_weights() -> None:
+    row = logits({3: 1.0, 700: 1.0, 701: 0.0, 4999: 2.0}, vocabulary=5000)[0]
+    seen, expected = frequencies(row, Sampling()), softmax({3: 1.0, 700: 1.0, 701: 0.0, 4999: 2.0})
+    assert all(abs(seen[token] - expected[token]) < 0.04 for token in expected) and len(seen) == 4
 
 
 def test_random_numbers_differ_by_seed_sequence_and_position() -> None:
