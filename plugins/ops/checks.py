@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from gptoss_trt.ops.schemas import SCHEMAS
+from gptoss_trt.ops.weight_layout import expert_bytes
 from gptoss_trt.reference.act_quant import GROUPS
 
 MAX_BLOCK_TOKENS = 64
@@ -316,13 +317,19 @@ def _down(op: str, values: Values, sizes: Sizes) -> None:
 
 
 def _experts(op: str, values: Values, shape: tuple[int, int, int]) -> None:
-    """Expert weights [E, N, K] in one of the two storages; other layouts than plain are their packer's business."""
+    """Expert weights [E, N, K] in one of the two storages and layouts."""
     if values["layout"] not in LAYOUTS:
         raise ArgumentError(f"{op}: layout is {values['layout']!r}; allowed: {', '.join(LAYOUTS)}")
-    if values["layout"] != "plain":
-        return
     experts, rows, columns = shape
     weight, scale = values["weight"], values["weight_scale"]
+    if values["layout"] == "sm90_v1":
+        if scale.numel() or scale.dtype not in (torch.uint8, torch.float32):
+            raise ArgumentError(
+                f"{op}: weight_scale of a packed layout is an empty uint8 (MXFP4) or float32 (FP8) tensor"
+            )
+        size = expert_bytes(rows, columns, scale.dtype == torch.uint8)
+        _check_tensor(op, _Tensor("weight", f"{experts} {size}", (torch.uint8,)), weight, {})
+        return
     if weight.dtype == torch.uint8:
         _check_tensor(op, _Tensor("weight", f"{experts} {rows} {columns}/32 16", (torch.uint8,)), weight, {})
         _check_tensor(op, _Tensor("weight_scale", f"{experts} {rows} {columns}/32", (torch.uint8,)), scale, {})

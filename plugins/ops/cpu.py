@@ -177,7 +177,7 @@ def moe_gate_up(
     h: Tensor,
     h_scale: Tensor | None,
 ) -> None:
-    experts = _experts(weight, weight_scale, layout)
+    experts = expert_products(weight, weight_scale, layout, (bias.shape[1], x.shape[1]))
     rows = route_reference.Rows(expert_offsets, active_experts, row_slots)
     activated = moe_gemm_fp8.moe_gate_up(act_dequant(x, x_scale), experts, bias, rows, top_k, limit=limit, alpha=alpha)
     values, scales = quantise(activated, h_group)
@@ -203,7 +203,8 @@ def moe_down(
     used = int(expert_offsets[-1])
     rows = route_reference.Rows(expert_offsets, active_experts, row_slots)
     wide = act_dequant(h[:used], None if h_scale is None else h_scale[:, :used])
-    weighted = moe_gemm_fp8.moe_down(wide, _experts(weight, weight_scale, layout), bias, expert_weights, rows)
+    experts = expert_products(weight, weight_scale, layout, (out.shape[2], h.shape[1]))
+    weighted = moe_gemm_fp8.moe_down(wide, experts, bias, expert_weights, rows)
     out.view(-1, out.shape[2])[row_slots[:used].long()] = weighted.to(out.dtype)
 
 
@@ -228,9 +229,3 @@ def moe_combine_norm(
 ) -> None:
     moe_combine(rows, expert_ids, first_expert, num_local_experts, True, residual)
     rmsnorm_quant(residual, None, weight, eps, normed, quantised, scales)
-
-
-def _experts(weight: Tensor, weight_scale: Tensor, layout: str) -> moe_gemm_fp8.Experts:
-    if layout != "plain":
-        raise NotImplementedError(f"the CPU computes weight_layout 'plain', not {layout!r}: unpack the weights at load")
-    return expert_products(weight, weight_scale)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from gptoss_trt.ops import weight_layout
 from gptoss_trt.reference import fp8_block
 from gptoss_trt.reference.product import Product
 
@@ -104,9 +105,12 @@ class ProductCache:
                 held = self._entries[owner] = _Held(version)
             product = held.products.get(part)
         if product is None:
-            product = make_product(expand())
+            weight = expand()
+            if self.held_bytes + 4 * weight.numel() > self._limit_bytes:
+                return Fp32Product(weight)  # packing pays only for a product that stays
+            product = make_product(weight)
             with self._lock:
-                if self.held_bytes + product.bytes <= self._limit_bytes and part not in held.products:
+                if part not in held.products:
                     held.products[part] = product
                     held.bytes += product.bytes
         return product
@@ -126,14 +130,20 @@ def dense_fp8_product(weight: torch.Tensor, scale: torch.Tensor, segments: Seque
     return _CACHE.get(weight, 0, lambda: fp8_block.dequantise_segments(weight, scale, parts))
 
 
-def expert_products(weight: torch.Tensor, scale: torch.Tensor) -> Callable[[int], Product]:
-    """Local expert -> product, from FP8 weights [E, N, K] or MXFP4 blocks [E, N, K/32, 16] with their scales."""
+def expert_products(
+    weight: torch.Tensor, scale: torch.Tensor, layout: str, shape: tuple[int, int]
+) -> Callable[[int], Product]:
+    """Local expert -> product of its weight [N, K] = `shape`, from either storage in any layout (ops/schemas.py)."""
+    mxfp4_storage = scale.dtype == torch.uint8
 
     def expand(expert: int) -> torch.Tensor:
-        if weight.dtype != torch.uint8:
-            return fp8_block.dequantise(weight[expert], scale[expert])
-        fp8, fp8_scale, _ = fp8_block.from_mxfp4(weight[expert], scale[expert])
-        return fp8_block.dequantise(fp8, fp8_scale)
+        values, scales = weight[expert], scale[expert] if layout == "plain" else scale
+        if layout == "sm90_v1":
+            unpack = weight_layout.unpack_mxfp4 if mxfp4_storage else weight_layout.unpack_fp8
+            values, scales = (part[0] for part in unpack(weight[expert : expert + 1], *shape))
+        if mxfp4_storage:
+            values, scales, _ = fp8_block.from_mxfp4(values, scales)
+        return fp8_block.dequantise(values, scales)
 
     return lambda expert: _CACHE.get(weight, expert, lambda: expand(expert))
 

@@ -42,7 +42,7 @@ _PROBES: dict[str, str] = {}
 
 PREFERENCE = ("cuda", "triton")  # the first that can be used wins
 
-_chosen: dict[str, Implementation] = {}
+_chosen: dict[str, tuple[str, Implementation]] = {}  # by op: the name and what it calls
 
 
 class NoImplementationError(NotImplementedError):
@@ -82,21 +82,31 @@ def registered() -> dict[str, tuple[str, ...]]:
     return {op: tuple(name for name in PREFERENCE if (op, name) in _TARGETS) for op in SCHEMAS}
 
 
+def preferred(op: str) -> str | None:
+    """The name of the implementation that a GPU call of `op` takes here, None when there is none.
+
+    What depends on it, such as a layout of weights, is settled when a model is loaded (prepare.py).
+    """
+    if op in _chosen:
+        return _chosen[op][0]
+    return next((name for name in PREFERENCE if (op, name) in _TARGETS and _unusable(name) is None), None)
+
+
 def run(op: str, arguments: tuple[Any, ...]) -> None:
     """Calls the chosen implementation of `op`. Raises NoImplementationError when there is none."""
-    implementation = _chosen.get(op)
-    if implementation is None:
-        implementation = _chosen[op] = _resolve(op, PREFERENCE)
-    implementation(*arguments)
+    chosen = _chosen.get(op)
+    if chosen is None:
+        chosen = _chosen[op] = _resolve(op, PREFERENCE)
+    chosen[1](*arguments)
 
 
-def _resolve(op: str, names: tuple[str, ...]) -> Implementation:
+def _resolve(op: str, names: tuple[str, ...]) -> tuple[str, Implementation]:
     tried = []
     for name in names:
         target = _TARGETS.get((op, name))
         reason = "not registered" if target is None else _unusable(name)
         if target is not None and reason is None:
-            return _load(target)
+            return name, _load(target)
         tried.append(f"{name}: {reason}")
     raise NoImplementationError(f"gptoss_trt::{op} has no GPU implementation here ({'; '.join(tried)})")
 

@@ -1,7 +1,6 @@
 """What is done to a weight once, when a model is loaded, so that no step has to.
 
-Invariant: optional and idempotent: an op gives the same result for a weight that was not prepared, later. Must not know
-layers.
+Invariant: idempotent; an op gives the same result for a weight that was not prepared, later. Must not know layers.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from gptoss_trt.ops import dispatch, weight_layout
 from gptoss_trt.ops.cpu_weights import dense_fp8_product, dense_product, expert_products, may_hold
 
 
@@ -23,11 +23,20 @@ def prepare_dense(weight: torch.Tensor, scale: torch.Tensor | None = None, segme
         dense_fp8_product(weight, scale, segments)
 
 
-def prepare_experts(weight: torch.Tensor, scale: torch.Tensor, layout: str) -> None:
-    """On a CPU expands all experts of a weight of `moe_gate_up` or `moe_down`; elsewhere nothing."""
-    values = weight.numel() * (2 if weight.dtype == torch.uint8 else 1)
-    if weight.device.type != "cpu" or layout != "plain" or not may_hold(values):
-        return
-    product = expert_products(weight, scale)
-    for expert in range(weight.shape[0]):
-        product(expert)
+def prepare_experts(
+    op: str, weight: torch.Tensor, scale: torch.Tensor, layout: str, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """The weight, weight_scale and layout to call `op` (moe_gate_up or moe_down) with; `shape` is an expert's [N, K].
+
+    On a CPU the same, with all experts expanded if there is room; on a GPU packed as sm90_v1 where the compiled library
+    serves the op.
+    """
+    if weight.device.type == "cpu":
+        if may_hold(weight.shape[0] * shape[0] * shape[1]):
+            product = expert_products(weight, scale, layout, shape)
+            for expert in range(weight.shape[0]):
+                product(expert)
+    elif layout == "plain" and dispatch.preferred(op) == "cuda":
+        pack = weight_layout.pack_mxfp4 if weight.dtype == torch.uint8 else weight_layout.pack_fp8
+        return pack(weight, scale), scale.new_empty(0), "sm90_v1"
+    return weight, scale, layout

@@ -15,7 +15,9 @@ Conventions, for all ops:
   scale = amax / 448 by IEEE division, 1 where that is 0; value = x / scale (IEEE division, fp32), rounded to nearest
   even, saturated at 448. Group 0 is the static scale 2^-3: the scales argument is None.
 - An FP8 weight is e4m3 [N, K] with fp32 scales [ceil(N / 128), ceil(K / 128)]; an MXFP4 weight is u8 [N, K/32, 16]
-  with u8 scales [N, K/32] and means the FP8 128x128 weight of `reference/mxfp4.py`. Expert weights have a leading E.
+  with u8 scales [N, K/32] and means the FP8 128x128 weight of `reference/fp8_block.py`. Expert weights lead with E.
+- Layout "plain" is that; "sm90_v1" (ops/weight_layout.py) is u8 [E, bytes] that holds its scales, and weight_scale then
+  is an empty tensor whose dtype names the storage: uint8 MXFP4, float32 FP8.
 - KV cache: k and v are separate tensors [blocks, kv_heads, block_tokens, head_dim], block_tokens <= 64, bf16 or e4m3.
   One head of one block is one contiguous run (8 KiB at 64 x 64 bf16: one bulk copy or one TMA box), in both pools, for
   prefill and decode alike. Slot of a token = block * block_tokens + position % block_tokens.

@@ -134,18 +134,25 @@ class Experts:
         self.norm = Norm(weights, f"{stem}.norm", True)
         self._router = (weights[f"{stem}.router.weight"], weights[f"{stem}.router.bias"])
         prepare_dense(self._router[0])
-        self._gate_up = (weights[f"{stem}.gate_up.{names[0]}"], weights[f"{stem}.gate_up.{names[1]}"])
-        self._down = (weights[f"{stem}.down.{names[0]}"], weights[f"{stem}.down.{names[1]}"])
+        width = share.intermediates[1] - share.intermediates[0]
+        shapes = {"gate_up": (2 * width, config.hidden_size), "down": (config.hidden_size, width)}
+        self._gate_up, self._down = (
+            prepare_experts(
+                f"moe_{part}",
+                weights[f"{stem}.{part}.{names[0]}"],
+                weights[f"{stem}.{part}.{names[1]}"],
+                formats.weight_layout,
+                shape,
+            )
+            for part, shape in shapes.items()
+        )
         self._gate_up_bias = weights[f"{stem}.gate_up.bias"]
         self._down_bias = weights[f"{stem}.down.bias"] if share.adds_expert_bias else None
         self._top_k = config.experts_per_token
         self._local = (share.experts[0], share.experts[1] - share.experts[0])
         self._activation = (config.swiglu_limit, config.swiglu_alpha)
-        self._layout = formats.weight_layout
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
-        prepare_experts(*self._gate_up, self._layout)
-        prepare_experts(*self._down, self._layout)
 
     def __call__(self, x: Normed, residual: torch.Tensor, step: Step, following: Norm | None) -> Normed | None:
         """residual += experts(x) in place; returns `following`'s norm of it (None without one)."""
@@ -180,10 +187,12 @@ class Experts:
         h_scale = None
         if self._h_group:
             h_scale = torch.empty((-(-intermediate // self._h_group), len(slots)), dtype=torch.float32, device=device)
-        how = (self._top_k, *self._activation, self._layout, self._h_group)
-        ops.moe_gate_up(x.quantised, x.scales, *self._gate_up, self._gate_up_bias, *where, *how, h, h_scale)
+        weight, scale, layout = self._gate_up
+        how = (self._top_k, *self._activation, layout, self._h_group)
+        ops.moe_gate_up(x.quantised, x.scales, weight, scale, self._gate_up_bias, *where, *how, h, h_scale)
         rows = torch.empty((tokens, self._top_k, hidden), dtype=partial_dtype(self._group), device=device)
-        ops.moe_down(h, h_scale, *self._down, self._down_bias, weights, *where, self._layout, self._h_group, rows)
+        weight, scale, layout = self._down
+        ops.moe_down(h, h_scale, weight, scale, self._down_bias, weights, *where, layout, self._h_group, rows)
         return ids, rows
 
     def _combine(self, rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

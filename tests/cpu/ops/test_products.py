@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from gptoss_trt.ops import ops
+from gptoss_trt.ops import ops, weight_layout
 from gptoss_trt.ops.cpu_weights import Fp16Product, Fp32Product, ProductCache, make_product
 from gptoss_trt.reference import fp8_block, mxfp4
 from gptoss_trt.reference.act_quant import act_dequant, act_quant
@@ -176,6 +176,25 @@ def test_down(storage: str, random: Random, outputs: Outputs) -> None:
         assert_close("moe_down", out.view(-1, _H)[slot].unsqueeze(0), exact.to(_BF16).unsqueeze(0), bound.unsqueeze(0))
 
 
+@pytest.mark.parametrize("storage", ["mxfp4", "fp8_block128"])
+def test_packed_layout_gives_the_same_bits(storage: str, random: Random, outputs: Outputs) -> None:
+    layer = _layer(storage, random, tokens=5)
+    plain, plain_scale = _run_gate_up(layer, 128, outputs)
+    pack = weight_layout.pack_mxfp4 if storage == "mxfp4" else weight_layout.pack_fp8
+    packed = pack(*layer.gate_up)
+    empty = layer.gate_up[1].new_empty(0)
+    rows = sort_rows(layer.ids, 0, _E)
+    h, scale = outputs(20, _I, dtype=_FP8), outputs(2, 20, dtype=_F32)
+    tail = (layer.gate_up_bias, rows.offsets, rows.active, rows.slots, 4, 7.0, 1.702, "sm90_v1", 128, h, scale)
+    ops.moe_gate_up(*layer.x, packed, empty, *tail)
+    assert torch.equal(h.view(torch.uint8), plain.view(torch.uint8))
+    assert torch.equal(scale, plain_scale)
+    with pytest.raises(ValueError, match="weight_scale of a packed layout is an empty"):
+        ops.moe_gate_up(*layer.x, packed, layer.gate_up[1], *tail)
+    with pytest.raises(ValueError, match="weight has shape"):
+        ops.moe_gate_up(*layer.x, packed[:, :-128].contiguous(), empty, *tail)
+
+
 def test_down_leaves_other_ranks_rows_alone(random: Random, outputs: Outputs) -> None:
     layer = _layer("fp8_block128", random, tokens=3)
     rows = sort_rows(layer.ids, 1, 2)  # this rank holds experts 1 and 2
@@ -282,7 +301,7 @@ def test_tiny_weights_keep_their_values() -> None:
 
 
 def test_cache_notices_changes_limits_and_death() -> None:
-    cache = ProductCache(limit_bytes=4 * 100 * 2 + 10)
+    cache = ProductCache(limit_bytes=1000)
     weights = [torch.ones(10, 10) for _ in range(6)]
     made = [cache.get(w, 0, lambda w=w: w) for w in weights]
     assert cache.held_bytes == 4 * 200

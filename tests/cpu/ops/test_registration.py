@@ -141,7 +141,9 @@ def test_preference_probes_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.run("dense", (1,))
     dispatch.register("dense", "cuda", "here:cuda")
     dispatch.run("dense", (2,))
+    assert dispatch.preferred("dense") == "cuda"
     dispatch.select("dense", "triton")
+    assert dispatch.preferred("dense") == "triton"
     dispatch.run("dense", (3,))
     dispatch.select("dense", None)
     assert calls == [(1,), ("other", 2), (3,)]
@@ -149,6 +151,7 @@ def test_preference_probes_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.register("embedding", "cuda", "here:cuda", probe="here:absent")
     with pytest.raises(NoImplementationError, match=r"cuda: libgptoss_trt\.so is not here; triton: not registered"):
         dispatch.run("embedding", ())
+    assert dispatch.preferred("embedding") is None
     with pytest.raises(ValueError, match="already has an implementation"):
         dispatch.register("dense", "cuda", "here:other")
     with pytest.raises(ValueError, match="there is no op 'dens'"):
