@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Protocol, TextIO
+from typing import Protocol
 
 from prompt_toolkit import PromptSession
 from prompt_toolkit.completion import WordCompleter
-from prompt_toolkit.history import FileHistory, InMemoryHistory
+from prompt_toolkit.history import InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 
 
@@ -24,13 +23,11 @@ class Inputs(Protocol):
 
 
 class TerminalInputs:
-    """prompt_toolkit: history (kept in a file where one is given), slash completion, Alt-Enter for a new line."""
+    """prompt_toolkit: history, slash completion, Alt-Enter for a new line."""
 
     interactive = True
 
-    def __init__(self, commands: Iterable[str], history: Path | None = None) -> None:
-        if history is not None:
-            history.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, commands: Iterable[str]) -> None:
         keys = KeyBindings()
 
         @keys.add("escape", "enter")
@@ -38,7 +35,7 @@ class TerminalInputs:
             event.current_buffer.insert_text("\n")
 
         self._session: PromptSession[str] = PromptSession(
-            history=InMemoryHistory() if history is None else FileHistory(str(history)),
+            history=InMemoryHistory(),
             completer=WordCompleter(list(commands), sentence=True),
             complete_while_typing=False,
             key_bindings=keys,
@@ -52,15 +49,12 @@ class TerminalInputs:
 
 
 class LineInputs:
-    """Every line of a text file that is not blank."""
+    """Every line of stdin that is not blank."""
 
     interactive = False
 
-    def __init__(self, lines: TextIO | None = None) -> None:
-        self._lines = lines or sys.stdin
-
     def read(self, prompt: str) -> str | None:
-        for line in self._lines:
+        for line in sys.stdin:
             if line.strip():
                 return line.rstrip("\r\n")
         return None

@@ -133,13 +133,17 @@ class ChatLoop:
 
     def _raw_events(self, prompt: str) -> Generator[Event, None, None]:
         settings = self._conversation.settings
-        sampling = Sampling(temperature=settings.temperature, top_p=settings.top_p, seed=settings.seed)
+        # Raw models are greedy unless top_p (or top_k) is set: a temperature alone means the whole vocabulary.
+        top_p = 1.0 if settings.top_p is None and settings.temperature else settings.top_p
+        sampling = Sampling(temperature=settings.temperature, top_p=top_p, seed=settings.seed)
         reason, usage = None, {}
         with self._client.stream_text(prompt, settings.max_tokens or RAW_MAX_TOKENS, sampling) as pieces:
             for piece in pieces:
                 reason = piece.finish_reason or reason
                 if piece.input_tokens is not None:
                     usage["prompt_tokens"] = piece.input_tokens
+                if piece.output_tokens is not None:
+                    usage["completion_tokens"] = piece.output_tokens
                 if piece.text:
                     yield Content(piece.text)
         yield Finish(reason, usage)

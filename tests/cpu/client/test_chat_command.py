@@ -65,12 +65,15 @@ def test_json_lines(served):
 
 
 def test_raw_prompts_go_to_ensemble_as_they_are(served):
-    served.scripts["ensemble"] = lambda _inputs: iter([{"text_output": ["out"], "finish_reason": ["stop"]}])
-    done = chat(served.target, "<|start|>user\n", "--raw")
-    assert (done.stdout, done.returncode) == ("out\n", 0)
+    answer = {"text_output": ["out"], "finish_reason": ["stop"], "num_output_tokens": [[3]], "num_input_tokens": [[2]]}
+    served.scripts["ensemble"] = lambda _inputs: iter([answer])
+    done = chat(served.target, "<|start|>user\n", "--raw", "--temperature", "0.5", "--json")
+    last = json.loads(done.stdout.splitlines()[-1])
+    assert (last["usage"], last["reason"]) == ({"prompt_tokens": 2, "completion_tokens": 3}, "stop")
     inputs = served.seen[0][1]
     assert inputs["text_input"][1].tolist() == [[b"<|start|>user"]]
     assert inputs["max_tokens"][1].tolist() == [[512]]
+    assert inputs["top_p"][1].tolist() == [[1.0]]
 
 
 def test_a_failed_turn_is_an_exit_status_and_a_line_on_stderr(served):

@@ -1,7 +1,12 @@
 """URLs: which become which client, and which are refused by name."""
 
+import pkgutil
+import subprocess
+import sys
+
 import pytest
 
+from gptoss_trt import client
 from gptoss_trt.client.connect import connect, split_url
 from gptoss_trt.client.grpc_client import GrpcClient
 from gptoss_trt.client.http_client import HttpClient
@@ -31,3 +36,17 @@ def test_scheme_chooses_the_client():
     with connect("grpc://127.0.0.1:9") as one, connect("http://127.0.0.1:9") as other:
         assert isinstance(one, GrpcClient)
         assert isinstance(other, HttpClient)
+
+
+def test_the_client_runs_without_torch_and_the_runtime():
+    names = [module.name for module in pkgutil.walk_packages(client.__path__, "gptoss_trt.client.")]
+    code = f"""
+import importlib, sys
+sys.modules["torch"] = None
+for name in {names}:
+    importlib.import_module(name)
+own = [name for name in sys.modules if name.startswith("gptoss_trt.") and not name.startswith("gptoss_trt.client")]
+assert own == [], own
+"""
+    assert "gptoss_trt.client.bench.sweep" in names
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
