@@ -1,16 +1,25 @@
-"""What is done to a weight once, when a model is loaded, so that no step has to.
+"""What is done once, when a model is loaded, so that no step has to: weights made ready, the table of rotations.
 
 Invariant: idempotent; an op gives the same result for a weight that was not prepared, later. Must not know layers.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
 
 from gptoss_trt.ops import dispatch, weight_layout
 from gptoss_trt.ops.cpu_weights import dense_fp8_product, dense_product, expert_products, may_hold
+from gptoss_trt.reference import rope
+from gptoss_trt.reference.rope import RopeConfig as RopeConfig
+
+
+@functools.lru_cache(maxsize=4)
+def rope_table(config: RopeConfig, positions: int, device: torch.device) -> torch.Tensor:
+    """cos_sin of `rope_kv_append` for positions 0 .. positions - 1, fp32 [positions, head_dim]; shared by all callers."""
+    return rope.rope_table(config, positions, device)
 
 
 def prepare_dense(weight: torch.Tensor, scale: torch.Tensor | None = None, segments: Sequence[int] = ()) -> None:

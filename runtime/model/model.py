@@ -6,14 +6,13 @@ logits. Must not know requests, sampling or sockets.
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.ops import ops
-from gptoss_trt.reference.rope import RopeConfig, rope_table
+from gptoss_trt.ops.prepare import RopeConfig, rope_table
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.collectives import Groups
 from gptoss_trt.runtime.model.kv import KvCache, block_bytes
@@ -38,7 +37,7 @@ class GptOssModel:
         self._experts = [Experts(weights, n, self._groups.experts) for n in layers]
         self._final_norm = Norm(weights, "norm", self._formats.dense == "fp8_block128")
         self._lm_head = Dense(weights, "lm_head")
-        self._cos_sin = _rope_table(_rope(self.config), self.config.max_context, device)
+        self._cos_sin = rope_table(_rope(self.config), self.config.max_context, device)
         self._kv: KvCache | None = None
 
     def kv_block_bytes(self, block_tokens: int) -> tuple[int, int]:
@@ -103,11 +102,6 @@ def load_model(engine_dir: Path, *, rank: int = 0, device: str = "cpu", groups: 
     where = torch.device(device)
     groups = groups or Groups()
     return GptOssModel(load_weights(engine_dir, rank, where, groups.experts.size), where, groups)
-
-
-@functools.lru_cache(maxsize=4)
-def _rope_table(config: RopeConfig, positions: int, device: torch.device) -> torch.Tensor:
-    return rope_table(config, positions, device)
 
 
 def _rope(config: ModelConfig) -> RopeConfig:
