@@ -13,12 +13,14 @@ import torch
 from gptoss_trt.ops import dispatch, weight_layout
 from gptoss_trt.ops.cpu_weights import dense_fp8_product, dense_product, expert_products, may_hold
 from gptoss_trt.reference import rope
-from gptoss_trt.reference.rope import RopeConfig as RopeConfig
+from gptoss_trt.reference.rope import RopeConfig
+
+__all__ = ["RopeConfig", "prepare_dense", "prepare_experts", "rope_table"]
 
 
 @functools.lru_cache(maxsize=4)
 def rope_table(config: RopeConfig, positions: int, device: torch.device) -> torch.Tensor:
-    """cos_sin of `rope_kv_append` for positions 0 .. positions - 1, fp32 [positions, head_dim]; shared by all callers."""
+    """cos_sin of `rope_kv_append` for positions 0 .. positions - 1, fp32 [positions, head_dim]; one for all callers."""
     return rope.rope_table(config, positions, device)
 
 
