@@ -50,6 +50,7 @@ class ModelCore:
         guide_compiler: GuideCompiler | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
+        options = options.resolved(device)
         config = model.config
         context = min(options.max_context or config.max_context, config.max_context)
         blocks = pool_sizes(

@@ -286,6 +286,14 @@ def test_impossible_options_are_errors(make: Callable[[], EngineOptions]) -> Non
         make()
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_engine_chooses_what_is_left_open(device: str) -> None:
+    for given in (EngineOptions(), EngineOptions(max_batch=4000), EngineOptions(step_tokens=5)):
+        chosen = given.resolved(device)
+        assert 1 <= chosen.max_batch <= chosen.step_tokens and 1 <= chosen.block_tokens <= 64
+        assert given.max_batch in (0, chosen.max_batch) and given.step_tokens in (0, chosen.step_tokens)
+
+
 def test_an_options_file_round_trips_and_unknown_keys_are_named(tmp_path: Any) -> None:
     path = tmp_path / "options.json"
     OPTIONS.write(path)

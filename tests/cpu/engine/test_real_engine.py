@@ -84,7 +84,9 @@ def test_the_process_serves_a_built_engine(engine_dir: Path, tmp_path: Path) -> 
             ids += event.token_ids
         assert ids == [token for token, _ in tokens_of(load_core(engine_dir, OPTIONS), ["p1"])["p1"]]
         stats = client.stats()
-        assert stats["kv"]["full"]["tokens_per"] == OPTIONS.block_tokens and stats["requests"]["max"] == 8
+        assert (
+            stats["kv"]["full"]["tokens_per"] == OPTIONS.resolved("cpu").block_tokens and stats["requests"]["max"] == 8
+        )
         client.submit(Submit("bad", (1, 320), 5), events.put)
         error = events.get(timeout=5)
         assert isinstance(error, Error) and error.code == "INVALID_ARGUMENT" and "320" in error.message
