@@ -218,8 +218,10 @@ __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int w
   constexpr int kFragmentBytes = kStripRows * kTokens * 4;
   uint8_t* partials =
       shared.base + shared.at.partials + buffer * (kConsumers - 1) * kFragmentBytes + thread * 16;
+  // The adder waits for the free buffer too: only then has the phase of `partial_full` before this
+  // one ended, and a parity tells apart no more than two.
+  barrier_wait(shared.partial_free(buffer), parity ^ 1);
   if (warpgroup != adder) {
-    barrier_wait(shared.partial_free(buffer), parity ^ 1);
     const int place = warpgroup - (warpgroup > adder ? 1 : 0);
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
