@@ -125,18 +125,17 @@ _PIPELINE_TO_PREPROCESSING = {
     "STOP_WORDS_DICT": "stop_words",
     "EMBEDDING_BIAS_WORDS": "embedding_bias_words",
     "EMBEDDING_BIAS_WEIGHTS": "embedding_bias_weights",
-    "END_ID": "end_id",
     "PAD_ID": "pad_id",
     "PROMPT_TABLE_EXTRA_ID": "prompt_table_extra_id",
 }
-_PREPROCESSING_TO_ENGINE = {  # tensorrt_llm's input -> preprocessing's output, by the ensemble's inner names
+# tensorrt_llm's input -> preprocessing's output. end_id goes past it: unset means three ids, which one cannot say.
+_PREPROCESSING_TO_ENGINE = {
     "input_ids": "INPUT_ID",
     "input_lengths": "REQUEST_INPUT_LEN",
     "request_output_len": "REQUEST_OUTPUT_LEN",
     "bad_words_list": "BAD_WORDS_IDS",
     "stop_words_list": "STOP_WORDS_IDS",
     "embedding_bias": "EMBEDDING_BIAS",
-    "end_id": "OUT_END_ID",
     "pad_id": "OUT_PAD_ID",
 }
 

@@ -48,7 +48,7 @@ SCRIPTED: dict[str, Any] = {
         {"match": LONG, "tokens": CYCLE, "cycle": True},
         {"match": encode(LONG_TEXT), "tokens": CYCLE, "cycle": True},
         {"match": encode(GREETING), "tokens": encode(HELLO)},
-        {"match": encode(CALLS_TOOL), "tokens": encode(CALL), "end": [200012]},
+        {"match": encode(CALLS_TOOL), "tokens": [*encode(CALL), 200012, *CYCLE], "end": []},
         {
             "match": encode(BREAKS),
             "tokens": encode(HELLO),

@@ -117,3 +117,11 @@ def test_special_tokens_show_when_the_parameter_says_so(launch: Callable[..., An
     prompt = "<|start|>user<|message|>Hi<|end|>"
     assert words.text_of(triton.ask("ensemble", words.text_tensors(prompt, stream=True))) == prompt
     assert words.text_of(triton.ask("ensemble", words.text_tensors(prompt))) == prompt, "the default is to exclude it"
+
+
+@pytest.mark.parametrize("model", [*MODELS, "pipeline"])
+def test_without_end_id_a_tool_call_ends_the_answer(triton: Any, words: Any, model: str) -> None:
+    tensors = words.text_tensors(f"{words.CALLS_TOOL} today", max_tokens=60, exclude_input_in_output=True)
+    (response,) = triton.ask(model, tensors)
+    assert response["finish_reason"].tolist() == [b"stop"]
+    assert words.text_of([response]).endswith(words.ARGUMENTS)
