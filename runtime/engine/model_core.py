@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import torch
 
-from gptoss_trt.runtime.engine.cache_size import pool_sizes
+from gptoss_trt.runtime.engine.cache_size import CacheShape
 from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.guides import GuideCompiler, GuideError, GuideMatcher
 from gptoss_trt.runtime.engine.kv_cache import KvCache
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 CPU_KV_SHARE = 0.125  # of the memory that is free, when kv_bytes is not given
 CUDA_KV_SHARE = 0.85
-CPU_KV_LIMIT_BYTES = 4 << 30
+CPU_KV_BYTES = 256 << 20  # a cache fills up in time, prefixes being kept: this is memory that a CPU engine grows to
 
 
 class ModelCore:
@@ -52,16 +52,8 @@ class ModelCore:
     ) -> None:
         options = options.resolved(device)
         config = model.config
-        context = min(options.max_context or config.max_context, config.max_context)
-        blocks = pool_sizes(
-            kv_bytes,
-            model.kv_block_bytes(options.block_tokens),
-            block_tokens=options.block_tokens,
-            window_tokens=config.sliding_window,
-            max_batch=options.max_batch,
-            step_tokens=options.step_tokens,
-            max_context=context,
-        )
+        context = _context(model, options)
+        blocks = _cache_shape(model, options).pool_sizes(kv_bytes)
         model.allocate_kv(*blocks, options.block_tokens)
         self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window)
         self._clock_ns = clock_ns
@@ -149,7 +141,23 @@ def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(options.threads or _default_threads())
     model = load_model(engine_dir, device=device)
-    return ModelCore(model, options, kv_bytes=options.kv_bytes or _free_kv_bytes(device), device=device)
+    kv_bytes = options.kv_bytes or _default_kv_bytes(_cache_shape(model, options.resolved(device)), device)
+    return ModelCore(model, options, kv_bytes=kv_bytes, device=device)
+
+
+def _context(model: Model, options: EngineOptions) -> int:
+    return min(options.max_context or model.config.max_context, model.config.max_context)
+
+
+def _cache_shape(model: Model, options: EngineOptions) -> CacheShape:
+    return CacheShape(
+        model.kv_block_bytes(options.block_tokens),
+        options.block_tokens,
+        model.config.sliding_window,
+        options.max_batch,
+        options.step_tokens,
+        _context(model, options),
+    )
 
 
 def _default_threads() -> int:
@@ -158,8 +166,9 @@ def _default_threads() -> int:
     return min(wanted, max(1, (os.cpu_count() or 1) - 1))
 
 
-def _free_kv_bytes(device: str) -> int:
+def _default_kv_bytes(shape: CacheShape, device: str) -> int:
+    """On a GPU most of what is free; on a CPU what one whole context takes, within a share of what is free."""
     if device == "cuda":
         free, _total = torch.cuda.mem_get_info()
         return int(free * CUDA_KV_SHARE)
-    return min(CPU_KV_LIMIT_BYTES, int(psutil.virtual_memory().available * CPU_KV_SHARE))
+    return min(max(CPU_KV_BYTES, shape.one_context_bytes), int(psutil.virtual_memory().available * CPU_KV_SHARE))

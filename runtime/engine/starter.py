@@ -68,7 +68,7 @@ class EngineStarter:
 
     def _start(self, is_alive: Callable[[], bool], give_up: Callable[[], bool]) -> str:
         self._note_start()
-        command = [_python(), "-m", "gptoss_trt.runtime.engine.process", str(self._engine_dir)]
+        command = [python_for_engine(), "-m", "gptoss_trt.runtime.engine.process", str(self._engine_dir)]
         command += ["--home", str(self._home.folder)]
         if self._idle_timeout_s is not None:
             command += ["--idle-timeout-s", str(self._idle_timeout_s)]
@@ -132,7 +132,7 @@ class EngineStarter:
         fresh.replace(self._home.starts)
 
 
-def _python() -> str:
+def python_for_engine() -> str:
     """The Python that runs this code. Inside Triton's stub, sys.executable may name the stub."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [

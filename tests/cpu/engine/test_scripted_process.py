@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from gptoss_trt.runtime.engine import starter
 from gptoss_trt.runtime.engine.client import EngineClient
 from gptoss_trt.runtime.engine.location import EngineHome
 from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Submit, Tokens
@@ -301,19 +302,19 @@ def test_kill_9_of_every_client_ends_the_engine(engine_dir: Path, tmp_path: Path
         "c.wait_ready(20)\nprint(c.health()['pid'], flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-c", program, str(engine_dir), str(tmp_path / "state")]
-    starters = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     pids = set()
-    for starter in starters:
-        assert starter.stdout is not None
-        pids.add(int(starter.stdout.readline()))
+    for one in clients:
+        assert one.stdout is not None
+        pids.add(int(one.stdout.readline()))
     assert len(pids) == 1  # started at the same time, they share one engine
     pid = pids.pop()
-    starters[0].kill()
-    starters[0].wait()
+    clients[0].kill()
+    clients[0].wait()
     time.sleep(1.5)
     assert is_running(pid)  # the second client still holds it
-    starters[1].kill()
-    starters[1].wait()
+    clients[1].kill()
+    clients[1].wait()
     assert wait_until(lambda: not is_running(pid), 5, "the engine leaves") > 0.5
     assert not EngineHome.of(engine_dir, tmp_path / "state").socket.exists()
 
@@ -326,14 +327,14 @@ def test_killing_the_client_that_started_it_keeps_the_engine(engine_dir: Path, t
         "c.wait_ready(20)\nprint('up', flush=True)\ntime.sleep(60)\n"
     )
     command = [sys.executable, "-c", program, str(engine_dir), str(tmp_path / "state")]
-    starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    assert starter.stdout is not None and starter.stdout.readline() == "up\n"
+    one = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert one.stdout is not None and one.stdout.readline() == "up\n"
     with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", start=False)) as second:
         second.wait_ready(5)
         stream = start(second, ENDLESS, max_tokens=60)
         stream.next()
-        starter.kill()
-        starter.wait()
+        one.kill()
+        one.wait()
         assert isinstance(stream.end(), Finished)
 
 
@@ -368,6 +369,17 @@ def test_a_lost_state_folder_is_an_answer(client: EngineClient) -> None:
     wait_until(lambda: "cannot be started" in client.health().get("reason", ""), 3, "the reason in health")
     end = start(client, 1).end()
     assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "cannot be started" in end.message
+
+
+def test_python_is_found_inside_a_stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/opt/backends/python/triton_python_backend_stub")
+    found = starter.python_for_engine()
+    command = [found, "-c", "import gptoss_trt"]
+    assert subprocess.run(command, check=False, timeout=20).returncode == 0
+    monkeypatch.setattr(sys, "prefix", "/nowhere")
+    monkeypatch.setattr(shutil, "which", lambda _: None)
+    with pytest.raises(FileNotFoundError, match="triton_python_backend_stub"):
+        starter.python_for_engine()
 
 
 def test_the_log_names_requests_and_no_prompts(client: EngineClient) -> None:
