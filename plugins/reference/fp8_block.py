@@ -188,32 +188,40 @@ def _quantise_strip(values: torch.Tensor) -> BlockQuantised:
     amax = _block_sum_or_max(wide.abs(), largest=True)
     if not bool(torch.isfinite(amax).all()):
         raise FormatError("values to be stored as FP8 are not finite")
-    smallest = torch.where(amax == 0, torch.ones_like(amax), amax / E4M3_MAX)
+    smallest = torch.where(amax == 0, 1.0, (amax / E4M3_MAX).clamp_min(2.0 ** SCALE_EXPONENTS[0]))
     mantissa, exponent = torch.frexp(smallest)  # smallest = mantissa x 2^exponent, mantissa in [1/2, 1)
-    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp_min(SCALE_EXPONENTS[0])
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
     best_scale = mxfp4.power_of_two(exponent)
     best_scale = torch.where(best_scale * E4M3_MAX < amax, best_scale * 2, best_scale)
     best_weight, best_error = _quantise_with(wide, best_scale)
     if bool((best_error > 0).any()):
         for step in range(_SCALE_STEPS):
-            scale = (smallest * 2.0 ** (step / _SCALE_STEPS)).clamp_min(2.0 ** SCALE_EXPONENTS[0])
+            scale = smallest * 2.0 ** (step / _SCALE_STEPS)
             weight, error = _quantise_with(wide, scale)
             better = error < best_error
             best_scale = torch.where(better, scale, best_scale)
             best_error = torch.where(better, error, best_error)
             chosen = expand_blocks(better, rows, columns)
             best_weight = torch.where(chosen, weight.view(torch.uint8), best_weight.view(torch.uint8)).view(E4M3)
-    squares = _block_sum_or_max(wide.double().square(), largest=False)
+    squares = _scaled_sum((wide / expand_blocks(smallest, rows, columns)).square_(), smallest)
     return BlockQuantised(best_weight, best_scale, best_error, squares)
 
 
 def _quantise_with(wide: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 weight under a scale per block that is at least amax / 448, and its fp64 squared error per block."""
-    per_element = expand_blocks(scale, *wide.shape[-2:])
+    """e4m3 weight under a scale per block that is at least amax / 448, and its fp64 squared error per block.
+
+    Errors are summed in units of the scale: their squares would overflow or vanish in fp32 for extreme weights.
+    """
+    quotient = wide / expand_blocks(scale, *wide.shape[-2:])
     # No clamp: a quotient exceeds 448 by a rounding of the division at most, and that rounds back to 448.
-    weight = (wide / per_element).to(E4M3)
-    difference = decode_e4m3(weight).mul_(per_element).sub_(wide)
-    return weight, _block_sum_or_max(difference.square_(), largest=False).double()
+    weight = quotient.to(E4M3)
+    difference = decode_e4m3(weight).sub_(quotient)
+    return weight, _scaled_sum(difference.square_(), scale)
+
+
+def _scaled_sum(squares: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Sum over each block x scale^2, fp64."""
+    return _block_sum_or_max(squares, largest=False).double() * scale.double().square()
 
 
 def _block_sum_or_max(values: torch.Tensor, *, largest: bool) -> torch.Tensor:

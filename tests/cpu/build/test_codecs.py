@@ -156,10 +156,14 @@ def test_quantise_handles_zeros_and_one_huge_value() -> None:
     values = torch.zeros(129, 130)
     values[0, 0] = 3e38
     values[128, 129] = 1e-38
+    values[128, 0] = 1e-45  # the smallest subnormal becomes zero
     result = fp8_block.quantise(values)
     back = fp8_block.dequantise(result.weight, result.scale)
     assert bool(torch.isfinite(back).all())
     assert float(back[0, 0]) == pytest.approx(3e38, rel=0.04)
+    assert float(back[128, 129]) == pytest.approx(1e-38, rel=0.04)
+    assert 0 <= result.relative_error < 0.04
+    assert back[128, 0] == 0
     assert result.scale[0, 1] == 1.0
 
 
