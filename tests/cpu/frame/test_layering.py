@@ -19,7 +19,12 @@ FOLDERS = {
     "reference": ROOT / "plugins" / "reference",
     "triton_kernels": ROOT / "plugins" / "triton_kernels",
 }
-STANDARD_LIBRARY_ONLY = ("client/protocol.py", "build_engine/spec.py", "build_engine/vocabulary.py")
+STANDARD_LIBRARY_ONLY = (
+    "client/protocol.py",
+    "client/wire_tensors.py",
+    "build_engine/spec.py",
+    "build_engine/vocabulary.py",
+)
 # What each package may import besides itself. The shared modules of STANDARD_LIBRARY_ONLY are open to all.
 ALLOWED = {
     "client": set(),

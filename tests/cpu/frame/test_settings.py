@@ -53,7 +53,7 @@ def test_engine_options_of_serve(texts: tuple[str, ...], name: str, value: objec
 
 
 @pytest.mark.parametrize(
-    "text", ["max_batch", "max_bath=8", "max_batch=0", "max_batch=eight", "device=tpu", "prefix_cache=2"]
+    "text", ["max_batch", "max_bath=8", "max_batch=99999", "max_batch=eight", "device=tpu", "prefix_cache=2"]
 )
 def test_a_wrong_engine_option_is_named(text: str) -> None:
     with pytest.raises(EngineLoadError, match=text.partition("=")[0]):
