@@ -12,7 +12,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -171,7 +171,12 @@ class Manifest:
         values: dict[str, Any] = dict(_known_keys(cls, raw, "manifest"))
         for name, part in parts.items():
             values[name] = _build(part, raw.get(name), name)
+        if not isinstance(raw["files"], dict):
+            raise SpecError(f"manifest.files is {type(raw['files']).__name__}, not an object")
         values["files"] = {name: _build(FileEntry, entry, f"files[{name!r}]") for name, entry in raw["files"].items()}
+        layers, kinds = values["model"].num_layers, values["model"].layer_types
+        if len(kinds) != layers:
+            raise SpecError(f"model.layer_types has {len(kinds)} entries for {layers} layers")
         return cls(**values)
 
     @classmethod
@@ -343,4 +348,18 @@ def _known_keys(cls: type, raw: Any, where: str) -> dict[str, Any]:
 
 def _build(cls: type, raw: Any, where: str) -> Any:
     values = {k: tuple(v) if isinstance(v, list) else v for k, v in _known_keys(cls, raw, where).items()}
+    hints = get_type_hints(cls)
+    for name, value in values.items():
+        if not _fits(value, hints[name]):
+            raise SpecError(f"{where}.{name} is {value!r}, which is no {hints[name]}")
     return cls(**values)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a JSON value is of a field's type: int, float, str, a Literal of words, or a tuple of one of them."""
+    kind, arguments = get_origin(hint), get_args(hint)
+    if kind is Literal:
+        return value in arguments
+    if kind is tuple:
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    return type(value) is hint or (hint is float and type(value) is int)
