@@ -44,7 +44,8 @@ def demo(cache_dir: Path | None) -> int:
 def converse(url: str) -> int:
     """Hands a terminal to the chat; feeds it the lines of another standard input, or QUESTION when there is none.
     Returns the chat's exit status."""
-    command = [sys.executable, "-m", "gptoss_trt", "chat", "--url", url]
+    # The demo model is small: greedy answers are its best, and the same each time.
+    command = [sys.executable, "-m", "gptoss_trt", "chat", "--url", url, "--temperature", "0"]
     if sys.stdin.isatty():
         return subprocess.run(command, check=False).returncode
     first = sys.stdin.readline()
