@@ -45,10 +45,10 @@ class PagedKv:
                 f"which holds {row.tolist()} there"
             )
         skip = begin - (low + first) * block_tokens
-        return (
-            _gather(self.k, row, skip, end - begin) * self.k_scale,
-            _gather(self.v, row, skip, end - begin) * self.v_scale,
-        )
+        keys, values = _gather(self.k, row, skip, end - begin), _gather(self.v, row, skip, end - begin)
+        if self.k.dtype == torch.float8_e4m3fn:
+            return keys * self.k_scale, values * self.v_scale
+        return keys, values
 
 
 def _gather(cache: torch.Tensor, blocks: torch.Tensor, skip: int, count: int) -> torch.Tensor:

@@ -45,8 +45,8 @@ def moe_gate_up(
 
     x fp32 [T, H] (dequantised); bias [E, 2I]. Returns fp32 [offsets[E], I], before the next quantisation.
     """
-    tokens = rows.slots.long() // top_k
-    y = _grouped(x, tokens, experts, bias, rows)
+    tokens = rows.slots[: int(rows.offsets[-1])].long() // top_k
+    y = _grouped(x[tokens], experts, bias, rows)
     return swiglu(inner(y), limit, alpha, inner)
 
 
@@ -64,20 +64,18 @@ def moe_down(
     h fp32 [>= offsets[E], I] (dequantised); bias [E, H], None on ranks that do not add it; expert_weights fp32 [T, k].
     Returns fp32 [offsets[E], H]: row r belongs at (token, slot) = divmod(slots[r], k).
     """
-    y = inner(_grouped(h, None, experts, bias, rows))
+    y = inner(_grouped(h, experts, bias, rows))
     return y * expert_weights.reshape(-1)[rows.slots[: len(y)].long()].unsqueeze(-1)
 
 
-def _grouped(
-    x: torch.Tensor, source: torch.Tensor | None, experts: Experts, bias: torch.Tensor | None, rows: Rows
-) -> torch.Tensor:
-    """Each expert's product of its rows; row r reads x[source[r]], or x[r] without a source. fp32 [offsets[E], N]."""
+def _grouped(x: torch.Tensor, experts: Experts, bias: torch.Tensor | None, rows: Rows) -> torch.Tensor:
+    """weight[e] @ x[r] + bias[e] for each sorted row r of expert e; fp32 [offsets[E], N]."""
     offsets = rows.offsets.tolist()
-    parts = []
-    for expert in rows.active[1 : 1 + int(rows.active[0])].tolist():
-        begin, end = offsets[expert], offsets[expert + 1]
-        part = experts(expert).multiply(x[begin:end] if source is None else x[source[begin:end]])
-        parts.append(part if bias is None else part + bias[expert].to(torch.float32))
-    if not parts:
+    active = rows.active[1 : 1 + int(rows.active[0])].long()
+    if not len(active):
         return x.new_zeros((0, experts(0).multiply(x[:0]).shape[1]))
-    return torch.cat(parts)
+    parts = [experts(e).multiply(x[offsets[e] : offsets[e + 1]]) for e in active.tolist()]
+    y = torch.cat(parts)
+    if bias is None:
+        return y
+    return y + bias[active].to(torch.float32).repeat_interleave(rows.offsets.diff()[active], dim=0)
