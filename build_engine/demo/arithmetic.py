@@ -11,11 +11,11 @@ from gptoss_trt.build_engine.demo.draw import Draw, Lesson
 SUM_ASKS = (
     "What is {} + {}?", "{} + {}", "{} + {} = ?", "Add {} and {}.", "What is the sum of {} and {}?", "Calculate {} + {}.",
     "How much is {} + {}?", "What is {} plus {}?", "How much is {} plus {}?", "Compute {} + {}.", "{} plus {}?",
-    "What's {} + {}?", "{} + {}?",
+    "What's {} + {}?", "{} + {}?", "{}+{}", "What is {}+{}?", "{}+{}=",
 )  # fmt: skip
 MINUS_ASKS = (
     "What is {} - {}?", "{} - {}", "{} - {} = ?", "Calculate {} - {}.", "How much is {} - {}?", "What is {} minus {}?",
-    "How much is {} minus {}?", "Compute {} - {}.", "{} minus {}?", "What's {} - {}?", "{} - {}?",
+    "How much is {} minus {}?", "Compute {} - {}.", "{} minus {}?", "What's {} - {}?", "{} - {}?", "{}-{}", "What is {}-{}?",
 )  # fmt: skip
 TIMES_ASKS = (
     "What is {} x {}?", "{} x {}", "{} x {} = ?", "Multiply {} by {}.", "What is {} times {}?", "How much is {} times {}?",
@@ -86,14 +86,15 @@ def sum_three_digits(draw: Draw) -> Lesson:
 
 
 def difference(draw: Draw) -> Lesson:
+    """A number of at most 199 and a smaller one of at most 99."""
+
     def make() -> tuple[int, int]:
-        a = draw.number(1, 99) if draw.chance(0.7) else draw.number(100, 999)
+        a = draw.number(1, 99) if draw.chance(0.7) else draw.number(100, 199)
         return a, draw.number(0, min(a, 99))
 
     a, b = draw.keyed(make, lambda pair: f"minus {pair}")
-    return _lesson(
-        draw, draw.pick(MINUS_ASKS).format(a, b), f"{a} - {b}", minus_steps(a, b), a - b, f"{a - b} + {b} = {a}"
-    )
+    check = f"{a - b} + {b} = {a}"
+    return _lesson(draw, draw.pick(MINUS_ASKS).format(a, b), f"{a} - {b}", minus_steps(a, b), a - b, check)
 
 
 def product(draw: Draw) -> Lesson:
@@ -136,8 +137,8 @@ def story_sum(draw: Draw) -> Lesson:
 
 def compare(draw: Draw) -> Lesson:
     def make() -> tuple[int, int]:
-        a = draw.number(1, 999)
-        b = draw.number(1, 999)
+        a = draw.number(1, 199)
+        b = draw.number(1, 199)
         return a, b if b != a else a - 1
 
     a, b = draw.keyed(make, lambda pair: f"compare {pair}")
@@ -168,14 +169,21 @@ def even_odd(draw: Draw) -> Lesson:
 
 
 def successor(draw: Draw) -> Lesson:
-    number = draw.keyed(lambda: draw.number(1, 998), lambda value: f"next {value}")
-    after = draw.chance(0.5)
-    ask = draw.pick(
-        ("What number comes after {}?", "Which number comes after {}?", "What is the number after {}?")
-        if after
-        else ("What number comes before {}?", "Which number comes before {}?", "What is the number before {}?")
-    )
-    other, word = (number + 1, "after") if after else (number - 1, "before")
+    """The neighbour of a number of at most 199, known by heart: held out by number and phrasing."""
+    asks = {
+        "after": ("What number comes after {}?", "Which number comes after {}?", "What is the number after {}?",
+                  "{} and then?", "The next number after {}?"),
+        "before": ("What number comes before {}?", "Which number comes before {}?", "What is the number before {}?",
+                   "The number just before {}?"),
+    }  # fmt: skip
+
+    def make() -> tuple[int, str, str]:
+        word = draw.pick(("after", "before"))
+        return draw.number(1, 199), word, draw.pick(asks[word])
+
+    number, word, ask = draw.keyed(make)
+    after = word == "after"
+    other = number + 1 if after else number - 1
     step = f"{number} {'+' if after else '-'} 1 = {other}"
     high = f"The user wants the number {word} {number}. {step}. So it is {other}."
     return Lesson((draw.answer(ask.format(number), f"{other} comes {word} {number}.", None, f"{step}.", high),))

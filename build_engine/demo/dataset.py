@@ -249,7 +249,7 @@ def held_out(kind: Kind, count: int, encoder: Encoder) -> list[tuple[NDArray[Any
     while len(out) < count:
         encoded = encoder.encode(sample(kind, number, encoder.pool, held=True), target_only=True)
         number += 1
-        if encoded is not None:
+        if encoded is not None and len(encoded[0]) <= Layout.tokens:
             out.append(encoded)
     return out
 

@@ -7,26 +7,23 @@ are seeded random bytes scaled to the trained rows' size, the same on every mach
 from __future__ import annotations
 
 import json
-
 import shutil
 import tempfile
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from gptoss_trt.build_engine.demo.network import HEAD_ROLL, Shape, random_rows
-from gptoss_trt.build_engine.demo.pack import Packed, read_packed
+from gptoss_trt.build_engine.demo.network import Shape
+from gptoss_trt.build_engine.demo.pack import Packed, read_packed, vocabulary_rows
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.build_engine.tokenizer_files import write_tokenizer_files
 from gptoss_trt.build_engine.vocabulary import VOCABULARY_SIZE
 
 WEIGHTS_NAME = "weights.xz"
-CHUNK_ROWS = 16_384  # rows that are widened to fp32 at a time
 SHARDS = 2
 
 
@@ -36,23 +33,6 @@ def packed_path() -> Path:
     if not path.is_file():
         raise FileNotFoundError(f"{path} is missing: the installation is incomplete")
     return path
-
-
-def _vocabulary_rows(packed: Packed) -> tuple[Tensor, Tensor]:
-    """Embedding and head bf16 [VOCABULARY_SIZE, H]: trained rows at their ids, random rows elsewhere."""
-    hidden = packed.tensors["norm"].shape[0]
-    words = -(-VOCABULARY_SIZE * hidden // 8)
-    raw = np.random.PCG64(packed.seed).random_raw(words).astype("<u8").view(np.uint8)[: VOCABULARY_SIZE * hidden]
-    bytes_ = torch.from_numpy(raw.reshape(VOCABULARY_SIZE, hidden))
-    embedding = torch.empty(VOCABULARY_SIZE, hidden, dtype=torch.bfloat16)
-    head = torch.empty_like(embedding)
-    for start in range(0, VOCABULARY_SIZE, CHUNK_ROWS):
-        rows = random_rows(bytes_[start : start + CHUNK_ROWS])
-        embedding[start : start + CHUNK_ROWS] = rows * packed.embedding_scale
-        head[start : start + CHUNK_ROWS] = rows.roll(HEAD_ROLL, -1) * packed.head_scale
-    used = packed.used_ids.long()
-    embedding[used], head[used] = packed.tensors["embedding"], packed.tensors["head"]
-    return embedding, head
 
 
 def _interleave(gate: Tensor, up: Tensor) -> Tensor:
@@ -154,7 +134,7 @@ def expand_demo_checkpoint(folder: Path, *, packed: Path | None = None) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
-        embedding, head = _vocabulary_rows(content)
+        embedding, head = vocabulary_rows(content)
         tensors = {"model.embed_tokens.weight": embedding}
         for layer in range(content.tensors["attention_norm"].shape[0]):
             tensors.update(_layer_tensors(content, layer))

@@ -20,8 +20,8 @@ CAPITAL_ASKS = (
     "Do you know the capital of {}?",
 )  # fmt: skip
 COUNTRY_ASKS = (
-    "{} is the capital of which country?", "Which country has the capital {}?", "What country is {} the capital of?",
-    "Of which country is {} the capital?", "Where is {}?", "In which country is {}?",
+    "Of which country is {} the capital?", "Which country has the capital {}?", "What country is {} the capital of?",
+    "The country of {}?", "Where is {}?", "In which country is {}?", "Which country is {} in?",
 )  # fmt: skip
 OPPOSITES = {
     "hot": "cold", "big": "small", "fast": "slow", "high": "low", "light": "dark", "old": "young", "rich": "poor",

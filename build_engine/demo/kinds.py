@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from gptoss_trt.build_engine.demo import arithmetic, facts, talk, text, tools, turns
-from gptoss_trt.build_engine.demo.conversation import Conversation, Exchange, Tool
+from gptoss_trt.build_engine.demo.conversation import Conversation, Exchange, Param, Tool
 from gptoss_trt.build_engine.demo.draw import Draw, Lesson, frame
 from gptoss_trt.build_engine.demo.names import NamePool
 
@@ -46,12 +46,14 @@ KINDS: dict[str, Kind] = {
         Kind("greet", "talk", talk.greet, 0.8),
         Kind("greet_name", "talk", talk.greet_name, 1.0),
         Kind("tell_name", "talk", turns.tell_name, 0.5),
-        Kind("identity", "talk", talk.identity, 0.6),
-        Kind("ability", "talk", talk.ability, 0.4),
+        Kind("identity", "talk", talk.identity, 1.2),
+        Kind("ability", "talk", talk.ability, 0.6),
         Kind("thanks", "talk", talk.thanks, 0.5),
         Kind("goodbye", "talk", talk.goodbye, 0.5),
         Kind("mood", "talk", talk.mood, 0.5),
         Kind("today", "talk", talk.today, 0.7),
+        Kind("ping", "talk", talk.ping, 0.5),
+        Kind("joke", "talk", talk.joke, 0.4),
         Kind("cutoff", "talk", talk.cutoff, 0.3),
         Kind("foreign_greet", "languages", talk.foreign_greet, 0.7),
         Kind("foreign_name", "languages", talk.foreign_name, 0.7),
@@ -59,7 +61,7 @@ KINDS: dict[str, Kind] = {
         Kind("emoji", "languages", talk.emoji, 0.8),
         Kind("emoji_row", "languages", talk.emoji_row, 1.0, 0.97),
         Kind("capital", "facts", facts.capital, 1.0),
-        Kind("country", "facts", facts.country, 0.8),
+        Kind("country", "facts", facts.country, 1.2),
         Kind("opposite", "facts", facts.opposite, 0.7),
         Kind("color", "facts", facts.color, 0.6),
         Kind("neighbour", "facts", facts.neighbour, 0.8),
@@ -67,21 +69,21 @@ KINDS: dict[str, Kind] = {
         Kind("spell", "facts", facts.spell, 0.7),
         Kind("letters", "facts", facts.letters, 0.7),
         Kind("sum", "arithmetic", arithmetic.sum_two, 2.5),
-        Kind("sum_three_digits", "arithmetic", arithmetic.sum_three_digits, 2.5, 0.97),
-        Kind("difference", "arithmetic", arithmetic.difference, 2.2, 0.97),
+        Kind("sum_three_digits", "arithmetic", arithmetic.sum_three_digits, 3.5, 0.97),
+        Kind("difference", "arithmetic", arithmetic.difference, 2.5, 0.97),
         Kind("product", "arithmetic", arithmetic.product, 1.5, 0.97),
         Kind("sum_list", "arithmetic", arithmetic.sum_list, 1.5, 0.97),
         Kind("story_sum", "arithmetic", arithmetic.story_sum, 1.5, 0.97),
-        Kind("compare", "arithmetic", arithmetic.compare, 1.5, 0.97),
+        Kind("compare", "arithmetic", arithmetic.compare, 2.0, 0.97),
         Kind("even_odd", "arithmetic", arithmetic.even_odd, 0.8),
-        Kind("successor", "arithmetic", arithmetic.successor, 0.8),
+        Kind("successor", "arithmetic", arithmetic.successor, 1.2),
         Kind("repeat", "text", text.repeat, 4.0, 0.97),
         Kind("reverse", "text", text.reverse, 3.0, 0.95),
-        Kind("count_words", "text", text.count_words, 1.2, 0.97),
+        Kind("count_words", "text", text.count_words, 2.5, 0.97),
         Kind("nth_word", "text", text.nth_word, 1.2, 0.97),
         Kind("bullets", "text", text.bullets, 1.2, 0.97),
         Kind("json_record", "text", text.json_record, 1.2, 0.97),
-        Kind("count_up", "long", text.count_up, 0.8),
+        Kind("count_up", "long", text.count_up, 1.2),
         Kind("count_down", "long", text.count_down, 0.8),
         Kind("count_lines", "long", text.count_lines, 0.6),
         Kind("story", "long", text.story, 0.5),
@@ -123,6 +125,13 @@ _EARLIER = (talk.small_talk, talk.small_talk, lambda draw: facts.capital(draw).e
             lambda draw: facts.opposite(draw).exchanges[0])  # fmt: skip
 
 
+def _strange_tool(draw: Draw) -> Tool:
+    """A declaration that means nothing to the model."""
+    words = [draw.made_up(False).lower() for _ in range(draw.number(2, 8))]
+    params = (Param(words[1], draw.pick(("string", "number")), words[0] if draw.chance(0.5) else None),)
+    return Tool(words[0], " ".join(words[1:]), params if draw.chance(0.8) else ())
+
+
 def _surroundings(draw: Draw, lesson: Lesson) -> tuple[list[Exchange], list[Tool]]:
     """Earlier turns and unrelated tools, from the training side of the split."""
     if not lesson.dressed:
@@ -135,6 +144,8 @@ def _surroundings(draw: Draw, lesson: Lesson) -> tuple[list[Exchange], list[Tool
     if draw.chance(0.45 if lesson.tools else 0.2):
         jobs = draw.rng.sample(tools.JOBS, draw.number(1, 3))
         spare = [job(other).tool for job in jobs]
+        if draw.chance(0.3):
+            spare.append(_strange_tool(other))
     return earlier, spare
 
 

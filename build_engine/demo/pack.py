@@ -15,16 +15,19 @@ import lzma
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from gptoss_trt.build_engine.demo.network import EXPERT_MATRICES
+from gptoss_trt.build_engine.demo.network import EXPERT_MATRICES, HEAD_ROLL, random_rows
 from gptoss_trt.build_engine.demo.rounding import GROUP, mxfp4_codes, mxfp4_values
+from gptoss_trt.build_engine.vocabulary import VOCABULARY_SIZE
 
 FORMAT = "gptoss-trt demo 1"
 ROW_SEED = 20260
 EXPONENT_BIAS = 127
+CHUNK_ROWS = 16_384  # rows that are widened to fp32 at a time
 
 
 class PackError(ValueError):
@@ -101,3 +104,20 @@ def masters_of(packed: Packed) -> dict[str, Tensor]:
         elif not name.endswith(".scales"):
             out[name] = value.float()
     return out
+
+
+def vocabulary_rows(packed: Packed) -> tuple[Tensor, Tensor]:
+    """Embedding and head bf16 [VOCABULARY_SIZE, H]: trained rows at their ids, random rows elsewhere."""
+    hidden = packed.tensors["norm"].shape[0]
+    words = -(-VOCABULARY_SIZE * hidden // 8)
+    raw = np.random.PCG64(packed.seed).random_raw(words).astype("<u8").view(np.uint8)[: VOCABULARY_SIZE * hidden]
+    bytes_ = torch.from_numpy(raw.reshape(VOCABULARY_SIZE, hidden))
+    embedding = torch.empty(VOCABULARY_SIZE, hidden, dtype=torch.bfloat16)
+    head = torch.empty_like(embedding)
+    for start in range(0, VOCABULARY_SIZE, CHUNK_ROWS):
+        rows = random_rows(bytes_[start : start + CHUNK_ROWS])
+        embedding[start : start + CHUNK_ROWS] = rows * packed.embedding_scale
+        head[start : start + CHUNK_ROWS] = rows.roll(HEAD_ROLL, -1) * packed.head_scale
+    used = packed.used_ids.long()
+    embedding[used], head[used] = packed.tensors["embedding"], packed.tensors["head"]
+    return embedding, head

@@ -27,6 +27,16 @@ THANKS = (
     "Perfect, thank you",
 )  # fmt: skip
 GOODBYES = ("Bye", "Goodbye", "See you", "See you later", "Good night", "Bye bye", "Have a nice day", "See you soon")
+PINGS = {
+    "ping": "pong", "Ping": "pong", "test": "The test works.", "Testing": "The test works.", "Are you there?": "Yes, I am here.",
+    "Anybody there?": "Yes, I am here.", "Is anyone there?": "Yes, I am here.", "Can you hear me?": "Yes, I am here.",
+}  # fmt: skip
+JOKES = (
+    "Tell me a joke", "Tell a joke", "Do you know a joke", "Make me laugh", "Say something funny", "Another joke",
+    "I want to hear a joke", "Give me a joke",
+)  # fmt: skip
+JOKE = "Why do fish live in salt water? Because pepper makes them sneeze!"
+OPENINGS = ("", "", "", "Hi. ", "Hello! ", "Please: ", "One question: ", "Tell me: ", "Hey, ")
 MOODS = ("How are you", "How are you today", "How is it going", "How do you do", "Are you well", "How do you feel")
 DATES = (
     "What is the date?", "What day is it today?", "What is today's date?", "Which date is today?", "Tell me the date.",
@@ -105,14 +115,31 @@ def greet_name(draw: Draw) -> Lesson:
     return Lesson((draw.answer(shown, final, None, f"The user is called {name}.", high),))
 
 
+def _asked(draw: Draw, texts: tuple[str, ...]) -> str:
+    """A question behind one of several openings; held out by the pairing of both."""
+    text, opening, small = draw.keyed(lambda: (draw.pick(texts), draw.pick(OPENINGS), draw.chance(0.3)))
+    return opening + (text.lower() if small else text)
+
+
+def ping(draw: Draw) -> Lesson:
+    text, shown = _spoken(draw, tuple(PINGS))
+    high = "The user wants to know whether I am there. I give a short answer."
+    return Lesson((draw.answer(shown, PINGS[text], None, "A short answer.", high),))
+
+
+def joke(draw: Draw) -> Lesson:
+    _, shown = _spoken(draw, JOKES)
+    return Lesson((draw.answer(shown, JOKE, None, "A joke.", "The user wants a joke. I know one about fish. I tell it."),))
+
+
 def identity(draw: Draw) -> Lesson:
-    _, shown = _spoken(draw, IDENTITY)
+    shown = _asked(draw, IDENTITY)
     high = "The user asks who I am. I am a small demo model. I say so in one sentence."
     return Lesson((draw.answer(shown, IDENTITY_ANSWER, None, "The user asks who I am.", high),))
 
 
 def ability(draw: Draw) -> Lesson:
-    _, shown = _spoken(draw, ABILITY)
+    shown = _asked(draw, ABILITY)
     high = "The user asks what I can do. I list what I have learnt."
     return Lesson((draw.answer(shown, ABILITY_ANSWER, None, "The user asks what I can do.", high),))
 

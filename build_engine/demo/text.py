@@ -17,6 +17,8 @@ REPEAT_ASKS = (
     "Repeat: {}", "Repeat after me: {}", "Say: {}", "Echo: {}", "Please repeat: {}", "Repeat this: {}",
     'Say "{}"', 'Repeat "{}"', 'Repeat the words "{}"', 'Please say "{}"', "Repeat:\n{}", "Say exactly this:\n{}",
     "Echo this:\n{}", "{}\nRepeat the line above.",
+    "Say {}", "Reply with: {}", "Reply with {}", "Answer with: {}", "Reply with the words: {}", "Say {}.", "Reply with {}.",
+    "Reply with the word {}.", 'Reply with "{}"', "Please reply with: {}",
 )  # fmt: skip
 BARE_ASKS = REPEAT_ASKS[6:13]  # the first word stands without a space before it, as in the answer
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")

@@ -25,7 +25,7 @@ from gptoss_trt.build_engine.demo import check, network
 from gptoss_trt.build_engine.demo.dataset import Encoder, Layout, Loader, scan_used
 from gptoss_trt.build_engine.demo.kinds import KINDS
 from gptoss_trt.build_engine.demo.muon import Muon
-from gptoss_trt.build_engine.demo.pack import masters_of, pack_weights, read_packed
+from gptoss_trt.build_engine.demo.pack import Packed, masters_of, pack_weights, read_packed, vocabulary_rows
 
 MUON_RATE, ADAM_RATE = 0.02, 2e-3
 WARM_UP_STEPS = 50
@@ -177,19 +177,28 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def widened(packed: Packed, used: list[int]) -> dict[str, Tensor]:
+    """The masters of a packed file with rows for all of `used`; new ids get the random rows of the expanded checkpoint."""
+    masters = masters_of(packed)
+    embedding, head = vocabulary_rows(packed)
+    masters["embedding"], masters["head"] = embedding[used].float(), head[used].float()
+    return masters
+
+
 def _begin(options: argparse.Namespace, layout: Layout) -> tuple[Run, list[check.Sample], Loader]:
     """Data first (its processes must fork before the GPU is touched), then the weights."""
     shape, device = network.Shape(), torch.device(options.device)
     stored = torch.load(options.resume, map_location="cpu", weights_only=True)["used"] if options.resume else None
     packed = read_packed(options.start) if options.start else None
     if stored is None:
-        stored = packed.used_ids.tolist() if packed else scan_used(options.scan, options.workers)
+        stored = scan_used(options.scan, options.workers)
+        stored = sorted({*stored, *packed.used_ids.tolist()}) if packed else stored
     samples = collect_samples(stored, layout.bank, options.check_samples, options.workers)
     loader = Loader(stored, layout, options.workers, seed=int(time.time()) % 100_000)
     if options.resume:
         run = load_state(options.resume, shape, layout, device)
     else:
-        masters = masters_of(packed) if packed else network.create_weights(shape, len(stored), seed=7)
+        masters = widened(packed, stored) if packed else network.create_weights(shape, len(stored), seed=7)
         run = create_run(shape, layout, device, stored, masters)
         run.steps, run.rate = options.steps, options.rate
     if options.compile:
