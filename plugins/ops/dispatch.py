@@ -3,8 +3,8 @@
 Invariant: nothing is imported before its first call, and an op without an implementation is an error that lists what
 was tried. Must not know what an implementation does; the CPU's (cpu.py) is registered with torch directly.
 
-To add a Triton kernel: write `triton_kernels/<op>.py` with a function of the schema's arguments, in order, and add its
-line to `_TARGETS`. A library that has to be found first names a probe in `_PROBES`.
+To add a kernel: write a function of the schema's arguments, in order, and add its line to `_TARGETS`. A library that
+has to be found first names a probe in `_PROBES`.
 """
 
 from __future__ import annotations
@@ -35,14 +35,25 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("moe_down", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_down",
     ("moe_combine", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine",
     ("moe_combine_norm", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine_norm",
+    ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",
+    ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
+}
+
+# Which layout of expert weights an implementation reads, for the ops that have the argument.
+_LAYOUTS = {"triton": "plain", "cuda": "sm90_v1"}
+_LAYOUT_ARGUMENT = {
+    op: names.index("str layout")
+    for op, schema in SCHEMAS.items()
+    if "str layout" in (names := schema.arguments.split(", "))
 }
 
 # Implementation's name -> "module:function" returning None when it can be used here, else the reason why not.
-_PROBES: dict[str, str] = {}
+_PROBES: dict[str, str] = {"cuda": "gptoss_trt.ops.library:unusable"}
 
 PREFERENCE = ("cuda", "triton")  # the first that can be used wins
 
-_chosen: dict[str, tuple[str, Implementation]] = {}  # by op: the name and what it calls
+_pinned: dict[str, str] = {}  # op -> name
+_chosen: dict[tuple[str, str | None], Implementation] = {}  # by op and layout
 
 
 class NoImplementationError(NotImplementedError):
@@ -62,7 +73,7 @@ def register(op: str, name: str, target: str, probe: str | None = None) -> None:
     _TARGETS[op, name] = target
     if probe is not None:
         _PROBES[name] = probe
-    _chosen.pop(op, None)
+    _forget(op)
 
 
 def select(op: str, name: str | None) -> None:
@@ -71,10 +82,11 @@ def select(op: str, name: str | None) -> None:
     Raises ValueError for an unknown op, NoImplementationError when that implementation cannot be used.
     """
     _check_op(op)
-    if name is None:
-        _chosen.pop(op, None)
-    else:
-        _chosen[op] = _resolve(op, (name,))
+    _pinned.pop(op, None)
+    _forget(op)
+    if name is not None:
+        _resolve(op, (name,), None)
+        _pinned[op] = name
 
 
 def registered() -> dict[str, tuple[str, ...]]:
@@ -87,26 +99,37 @@ def preferred(op: str) -> str | None:
 
     What depends on it, such as a layout of weights, is settled when a model is loaded (prepare.py).
     """
-    if op in _chosen:
-        return _chosen[op][0]
+    if op in _pinned:
+        return _pinned[op]
     return next((name for name in PREFERENCE if (op, name) in _TARGETS and _unusable(name) is None), None)
 
 
 def run(op: str, arguments: tuple[Any, ...]) -> None:
-    """Calls the chosen implementation of `op`. Raises NoImplementationError when there is none."""
-    chosen = _chosen.get(op)
-    if chosen is None:
-        chosen = _chosen[op] = _resolve(op, PREFERENCE)
-    chosen[1](*arguments)
+    """Calls the chosen implementation of `op`: the pinned one, or the first of PREFERENCE that can be used and reads
+    the call's layout. Raises NoImplementationError when there is none."""
+    place = _LAYOUT_ARGUMENT.get(op)
+    layout = None if place is None else arguments[place]
+    implementation = _chosen.get((op, layout))
+    if implementation is None:
+        names = (_pinned[op],) if op in _pinned else PREFERENCE
+        implementation = _chosen[op, layout] = _resolve(op, names, layout)
+    implementation(*arguments)
 
 
-def _resolve(op: str, names: tuple[str, ...]) -> tuple[str, Implementation]:
+def _forget(op: str) -> None:
+    for key in [key for key in _chosen if key[0] == op]:
+        del _chosen[key]
+
+
+def _resolve(op: str, names: tuple[str, ...], layout: str | None) -> Implementation:
     tried = []
     for name in names:
         target = _TARGETS.get((op, name))
         reason = "not registered" if target is None else _unusable(name)
+        if reason is None and layout not in (None, _LAYOUTS[name]):
+            reason = f"reads layout {_LAYOUTS[name]}, not {layout}"
         if target is not None and reason is None:
-            return name, _load(target)
+            return _load(target)
         tried.append(f"{name}: {reason}")
     raise NoImplementationError(f"gptoss_trt::{op} has no GPU implementation here ({'; '.join(tried)})")
 

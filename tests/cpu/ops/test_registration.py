@@ -104,7 +104,7 @@ def test_a_check_that_passed_is_not_a_pass_for_other_shapes() -> None:
 
 @pytest.fixture
 def registry(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for name in ("_TARGETS", "_PROBES", "_chosen"):
+    for name in ("_TARGETS", "_PROBES", "_chosen", "_pinned"):
         monkeypatch.setattr(dispatch, name, {})
     yield
 
@@ -158,3 +158,30 @@ def test_preference_probes_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
         dispatch.register("dens", "cuda", "here:cuda")
     with pytest.raises(ValueError, match="allowed: cuda, triton"):
         dispatch.register("dense", "tritn", "here:cuda")
+
+
+@pytest.mark.usefixtures("registry")
+def test_expert_products_go_to_who_reads_their_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_load", {"here:triton": _implementation, "here:cuda": _other}.__getitem__)
+    calls.clear()
+    dispatch.register("moe_down", "triton", "here:triton")
+    place = checks._ARGUMENT_NAMES["moe_down"].index("layout")
+    plain, packed = [None] * place + ["plain"], [None] * place + ["sm90_v1"]
+    with pytest.raises(NoImplementationError, match="cuda: not registered; triton: reads layout plain, not sm90_v1"):
+        dispatch.run("moe_down", tuple(packed))
+    dispatch.register("moe_down", "cuda", "here:cuda")
+    assert dispatch.preferred("moe_down") == "cuda"
+    dispatch.run("moe_down", tuple(plain))
+    dispatch.run("moe_down", tuple(packed))
+    assert [call[0] for call in calls] == [None, "other"]
+    dispatch.select("moe_down", "cuda")
+    with pytest.raises(NoImplementationError, match="cuda: reads layout sm90_v1, not plain"):
+        dispatch.run("moe_down", tuple(plain))
+
+
+def test_the_compiled_library_is_asked_for_before_it_is_used() -> None:
+    """Without the library the table says so, and Triton's kernel is preferred."""
+    reason = dispatch._unusable("cuda")
+    expected = "cuda" if reason is None else "triton"
+    assert dispatch.preferred("moe_gate_up") == expected
+    assert dispatch.preferred("dense") == "triton"
