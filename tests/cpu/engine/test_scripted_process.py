@@ -362,6 +362,42 @@ def test_a_load_that_fails_says_why(tmp_path: Path) -> None:
         wait_until(lambda: "no such card" in hopeless.health().get("reason", ""), 2, "the reason in health")
 
 
+def test_requests_wait_while_the_engine_loads(tmp_path: Path) -> None:
+    folder = tmp_path / "engine"
+    folder.mkdir()
+    (folder / "scripted.json").write_text(json.dumps({"load_ms": 800}))
+    with contextlib.closing(EngineClient(folder, state_dir=tmp_path / "state", idle_timeout_s=0.2)) as early:
+        health = early.health()
+        assert health["live"] and not health["ready"] and health["state"] == "loading"
+        assert isinstance(start(early, 1).end(), Finished)
+        assert early.health()["ready"]
+
+
+def test_a_sink_that_raises_loses_its_own_request_only(client: EngineClient) -> None:
+    def broken(_: Event) -> None:
+        raise RuntimeError("planned")
+
+    client.submit(Submit("broken", (ENDLESS,), 5000), broken)
+    assert isinstance(start(client, ENDLESS, "fine", max_tokens=20).end(), Finished)
+    wait_until(lambda: client.stats()["requests"]["active"] == 0, 1, "the broken request is cancelled")
+
+
+def test_misuse_is_an_error_of_the_caller(client: EngineClient) -> None:
+    stream = start(client, ENDLESS, "one")
+    with pytest.raises(ValueError, match="'one' is already open"):
+        start(client, ENDLESS, "one")
+    client.cancel("unknown")  # ignored
+    unsendable = start(client, ENDLESS, "wide", cache_salt="x" * (17 << 20)).end()
+    assert isinstance(unsendable, Error) and unsendable.code == "INVALID_ARGUMENT"
+    assert "over the limit" in unsendable.message
+    client.close()
+    assert isinstance(stream.end(), Error)
+    with pytest.raises(RuntimeError, match="closed"):
+        start(client, ENDLESS, "late")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        EngineClient(Path("/nowhere"))
+
+
 def test_a_lost_state_folder_is_an_answer(client: EngineClient) -> None:
     pid = engine_pid(client)
     shutil.rmtree(client.home.folder)
