@@ -95,7 +95,8 @@ class Delivery:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._live: dict[int, LiveRequest] = {}
-        self._lock = threading.Lock()  # guards _live and what is told of a LiveRequest's end
+        self._open_ids: set[str] = set()  # of requests that the engine has not ended
+        self._lock = threading.Lock()  # guards _live, _open_ids and what is told of a LiveRequest's end
         self._ready: queue.SimpleQueue[_Stream | LiveRequest | None] = queue.SimpleQueue()
         self._closing = threading.Event()
         self._sender = threading.Thread(target=self._send_loop, name="sender", daemon=True)
@@ -115,6 +116,7 @@ class Delivery:
             submits.append((submit, streams))
         with self._lock:
             self._live[id(request)] = request
+            self._open_ids.update(submit.request_id for submit, _ in submits)
         for submit, streams in submits:
             self._engine.submit(submit, self._sink(request, streams))
 
@@ -126,9 +128,10 @@ class Delivery:
             self._cancel_in_engine(request)
         return bool(stopped)
 
-    def is_live(self, triton_id: str) -> bool:
+    def is_open(self, engine_id: str) -> bool:
+        """Whether the engine still works on a request of that id, be its client gone or not."""
         with self._lock:
-            return any(request.triton_id == triton_id for request in self._live.values())
+            return engine_id in self._open_ids
 
     def close(self) -> None:
         """Fails what is still open and ends the threads. The engine client must be closed first."""
@@ -145,6 +148,9 @@ class Delivery:
 
     def _sink(self, request: LiveRequest, streams: Sequence[_Stream]) -> Callable[[Event], None]:
         def sink(event: Event) -> None:
+            if isinstance(event, Error) or (isinstance(event, Finished) and event.remaining == 0):
+                with self._lock:
+                    self._open_ids.discard(streams[0].engine_id)
             if isinstance(event, Error):
                 self._fail_later(request, RefusalError(event.message, ERROR_CODES[event.code], event.code))
                 return

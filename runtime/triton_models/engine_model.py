@@ -57,7 +57,7 @@ class EngineModel(ABC):
         self.client = EngineClient(self.engine_dir, state_dir=state_dir)
         self.delivery = Delivery(self.client)
         self._metrics = None
-        if self.parameters["metrics"]:
+        if self.parameters["metrics"] and arguments["model_instance_name"].endswith("_0_0"):  # one instance of several
             self._metrics = MetricsPublisher(self.client.stats, arguments["model_name"], arguments["model_version"])
         self._server_watch = ServerWatch()
         self._unique = f"{secrets.token_hex(6)}-"
@@ -94,7 +94,7 @@ class EngineModel(ABC):
     def engine_id(self, triton_id: str = "") -> str:
         """An id for one request to the engine: the Triton request's while it is free, so that a stop request which
         reaches another model's instance finds it; else one that nobody can guess."""
-        if triton_id and not self.delivery.is_live(triton_id):
+        if triton_id and not self.delivery.is_open(triton_id):
             return triton_id
         return f"{self._unique}{next(self._count)}"
 

@@ -176,3 +176,28 @@ def test_64_cancelled_streams(triton: Any, words: Any) -> None:
         return seconds_until_free(triton, words)
 
     assert best_of_three(attempt) < LIMIT_S
+
+
+def test_an_id_can_be_used_again_right_after_a_cancellation(triton: Any, words: Any) -> None:
+    for _ in range(10):
+        tensors = words.token_tensors(words.LONG, max_tokens=BUSY, streaming=True)
+        call = triton.open("tensorrt_llm", tensors, "again")
+        call.next()
+        call.cancel()
+        responses = triton.ask("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=5, streaming=True), "again")
+        assert len(words.tokens_of(responses)) == 5
+    words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=1.0)
+
+
+def test_two_requests_under_one_id_are_both_stopped(triton: Any, words: Any) -> None:
+    calls = [busy_twin(triton, words) for _ in range(2)]
+    assert triton.ask("tensorrt_llm", stop_tensors(), "twin") == []
+    for call in calls:
+        assert call.rest()[-1]["finish_reason"].tolist() == [b"cancelled"]
+        call.close()
+
+
+def busy_twin(triton: Any, words: Any) -> Any:
+    call = triton.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=BUSY, streaming=True), "twin")
+    call.next()
+    return call

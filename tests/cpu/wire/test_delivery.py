@@ -127,6 +127,9 @@ def test_a_client_that_is_gone(delivery: Delivery, engine: PlayedEngine) -> None
     error, _ = client.got.get(timeout=5)
     assert error.code == "CANCELLED"
     assert engine.cancelled == ["a"]
+    assert delivery.is_open("a"), "its id is not free before the engine says so"
+    engine.sinks["a"](end("a", reason="cancelled"))
+    assert not delivery.is_open("a")
     engine.sinks["b"](end("b"))
     assert other.ids() == []
 
@@ -134,14 +137,14 @@ def test_a_client_that_is_gone(delivery: Delivery, engine: PlayedEngine) -> None
 def test_a_stop_request_ends_what_runs_under_its_id(delivery: Delivery, engine: PlayedEngine) -> None:
     client = PlayedClient()
     start(delivery, client, "a", triton_id="7")
-    assert delivery.is_live("7")
+    assert delivery.is_open("a")
     assert not delivery.stop("8")
     assert delivery.stop("7")
     assert engine.cancelled == ["a"]
     engine.sinks["a"](Tokens("a", 0, (5,)))
     engine.sinks["a"](end("a", reason="cancelled"))
     assert client.ids() == [5]
-    assert not delivery.is_live("7")
+    assert not delivery.is_open("a")
 
 
 def test_closing_fails_what_is_open(engine: PlayedEngine) -> None:
