@@ -68,7 +68,8 @@ CHECKPOINT is a folder with config.json and safetensors in any of these layouts:
 @click.option(
     "--experts",
     type=click.Choice(get_args(Experts)),
-    help="Storage of the experts. Default: mxfp4 from MXFP4, fp8_block128 from BF16 and FP8.",
+    help="Storage of the experts. Default: mxfp4 from MXFP4, fp8_block128 from BF16 and FP8. "
+    "mxfp4 from those is encoded anew, its error reported.",
 )
 @click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16", show_default=True,
               help="Storage of attention projections and lm head.")  # fmt: skip

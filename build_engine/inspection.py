@@ -130,14 +130,15 @@ def _verify_zeros(entries: dict[str, TensorEntry], manifest: Manifest, rank: int
 
 def _verify_checkpoint(path: Path, progress: Progress | None) -> list[str]:
     checkpoint = open_checkpoint(path)
+    source = Source(checkpoint)
     problems: list[str] = []
     done = 0
     for name, entry in checkpoint.tensors.items():
-        if not name.endswith((".scales", "_scale")):
+        if not name.endswith((".scales", "_scale")):  # read together with their weight
             try:
-                statistics = tensor_statistics(path, name)
-                if statistics["not_finite"]:
-                    problems.append(f"{checkpoint.keys[name]}: {statistics['not_finite']} values are not finite")
+                not_finite = _summarise(_read_checkpoint(source, name)).not_finite
+                if not_finite:
+                    problems.append(f"{checkpoint.keys[name]}: {not_finite} values are not finite")
             except (FormatError, CheckpointError) as error:
                 problems.append(f"{entry.path.name}: {checkpoint.keys[name]}: {error}")
         done += entry.bytes
@@ -153,17 +154,20 @@ def tensor_statistics(path: Path, name: str, rank: int = 0) -> dict[str, Any]:
     Raises CheckpointError with close names when there is none of that name.
     """
     stored, pieces = _engine_pieces(path, name, rank) if is_engine(path) else _checkpoint_pieces(path, name)
+    return {"tensor": name, "stored_as": stored} | _summarise(pieces).to_dict()
+
+
+def _summarise(pieces: Iterable[torch.Tensor]) -> _Totals:
     totals = _Totals()
     for piece in pieces:
         totals.add(piece.to(torch.float64))
-    return {"tensor": name, "stored_as": stored} | totals.to_dict()
+    return totals
 
 
 class _Totals:
     """Running statistics of a tensor that comes in pieces along its first dimension."""
 
     def __init__(self) -> None:
-        self.rows, self.columns, self.matrices = 0, 0, 0
         self.count = self.not_finite = self.zeros = 0
         self.sum = self.squares = 0.0
         self.low, self.high = math.inf, -math.inf

@@ -2,6 +2,12 @@
 
 Invariant: numbers pass unchanged; what comes back is either plain values or the checkpoint's own packed form. Must not
 round, quantise or cut for ranks.
+
+An nvidia-modelopt FP8 export is the Hugging Face BF16 layout in which a quantised matrix is e4m3 and has a
+`weight_scale` beside it (`..._proj.weight_scale`; for the experts `gate_up_proj_weight_scale`), real = stored x scale:
+one number (FP8), one an output (FP8_PER_CHANNEL_PER_TOKEN), or one a 128 x 128 block (FP8_PB), the experts' also one an
+expert. `input_scale` is a static activation scale, `k_scale` and `v_scale` belong to an FP8 KV cache.
+hf_quant_config.json names the algorithm and the modules left alone (router, lm head).
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
 
 from gptoss_trt.build_engine.spec import Manifest
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
@@ -126,6 +127,19 @@ def test_verify_reads_a_checkpoint(checkpoint: Path) -> None:
     result = run("inspect", checkpoint, "--verify")
     assert result.exit_code == 0
     assert "ok: True" in result.output
+
+
+def test_verify_finds_numbers_that_are_none(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "bad", small_config())
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.norm.weight"][3] = float("inf")
+    tensors["model.layers.1.mlp.experts.down_proj_scales"][1, 2, 3] = 255
+    save_file(tensors, folder / "model.safetensors")
+    result = run("inspect", folder, "--verify", "--json")
+    assert result.exit_code == 1
+    first, second = json.loads(result.stdout)["problems"]
+    assert first == "model.norm.weight: 1 values are not finite"
+    assert "down_proj_blocks: MXFP4 scale byte 255" in second
 
 
 @pytest.mark.parametrize("name", ["layers.1.moe.down", "layers.1.moe.down.weight_scale", "layers.1.moe.down.weight"])
