@@ -117,7 +117,7 @@ def read_fields(model: type[Model], request: Any) -> Model:
     try:
         fields = model.model_validate(known)
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise refusal_of(error) from error
     for key in fields.logit_bias:
         if not (key.isascii() and key.isdigit() and int(key) < VOCABULARY_SIZE):
             reason = f"logit_bias: {key!r} is not a token id; ids lie in 0..{VOCABULARY_SIZE - 1}"
@@ -137,7 +137,8 @@ def _check_other(name: Any, value: Any, model: type[GenerationFields]) -> None:
     raise RequestError(400, str(name), f"unknown parameter {name!r}{near}", "unknown_parameter")
 
 
-def _refusal(error: ValidationError) -> RequestError:
+def refusal_of(error: ValidationError) -> RequestError:
+    """The first of a model's complaints: the parameter's place, what it is and what it may be."""
     first = error.errors(include_url=False)[0]
     param = ""
     for step in first["loc"]:

@@ -1,0 +1,63 @@
+"""`python -m gptoss_trt.runtime.openai.gateway`: one process, or several that share a socket.
+
+Invariant: the socket is bound before a worker starts, so `gateway listens` on standard output is true when it is
+printed, and a port that is taken ends the start with a message. Must not know routes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import socket
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.openai.gateway.keys import Keys
+from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, OptionsError, read_options, with_port
+from gptoss_trt.runtime.openai.gateway.process import LISTENS
+from gptoss_trt.runtime.openai.gateway.workers import serve, serve_with_workers
+
+BACKLOG = 2048
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT; returns the exit status."""
+    options = read_options(arguments)
+    level = settings.read("GPTOSS_TRT_LOG_LEVEL")
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    try:
+        Keys.read(options.api_key_file)
+        listener = _bind(options)
+    except (OptionsError, OSError) as error:
+        print(f"the gateway cannot start: {error}", file=sys.stderr)
+        return 1
+    with tempfile.TemporaryDirectory(prefix="gptoss-gateway-") as folder:
+        if options.store_file is None:
+            options = dataclasses.replace(options, store_file=Path(folder) / "responses.sqlite")
+        options = with_port(options, listener.getsockname()[1])
+        print(f"{LISTENS}{options.url}", flush=True)
+        if options.api_workers == 1:
+            serve(options, listener)
+            return 0
+        return serve_with_workers(options, listener)
+
+
+def _bind(options: GatewayOptions) -> socket.socket:
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((options.host, options.port))
+    except OSError as error:
+        listener.close()
+        raise OSError(f"{options.host} port {options.port}: {error}") from error
+    listener.listen(BACKLOG)
+    listener.set_inheritable(True)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())
