@@ -101,7 +101,7 @@ class Postprocessing:
                 f"TOKENS_BATCH has the shape {list(tokens.shape)} and SEQUENCE_LENGTH {list(lengths.shape)}; "
                 "the first two must agree"
             )
-        rows = tokens.reshape(-1, tokens.shape[2])
+        rows = tokens.reshape(lengths.size, tokens.shape[2])  # the last response of a stream may hold no token
         texts = [self._text(row, int(length)) for row, length in zip(rows, lengths.reshape(-1), strict=True)]
         return {"OUTPUT": np.array(texts, dtype=np.object_)}
 

@@ -132,3 +132,5 @@ def test_postprocessing_undoes_preprocessing(triton: Any, words: Any) -> None:
     ids = encoded.as_numpy("INPUT_ID")[:, None, :]
     output = infer("postprocessing", {"TOKENS_BATCH": ids, "SEQUENCE_LENGTH": encoded.as_numpy("REQUEST_INPUT_LEN")})
     assert output.as_numpy("OUTPUT").tolist() == [text.encode()]
+    nothing = {"TOKENS_BATCH": np.zeros((1, 2, 0), dtype=np.int32), "SEQUENCE_LENGTH": np.zeros((1, 2), dtype=np.int32)}
+    assert infer("postprocessing", nothing).as_numpy("OUTPUT").tolist() == [b"", b""]
