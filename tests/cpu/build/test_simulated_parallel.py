@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GptOssForCausalLM
 
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.safetensors_file import TensorReader, open_file
@@ -145,7 +146,11 @@ class SimulatedRank:
         return normed @ self.weights["lm_head.weight"].T
 
 
-def simulate(engine: Path, read: Callable[[Path, Manifest, int], Weights] = read_rank) -> list[torch.Tensor]:
+def simulate(
+    engine: Path,
+    read: Callable[[Path, Manifest, int], Weights] = read_rank,
+    prompts: tuple[torch.Tensor, ...] = PROMPTS,
+) -> list[torch.Tensor]:
     """Logits of each DP group's prompt: all-reduces inside a group for attention, over the world for the experts."""
     manifest = Manifest.read(engine)
     config, mapping = manifest.model, manifest.mapping
@@ -154,15 +159,15 @@ def simulate(engine: Path, read: Callable[[Path, Manifest, int], Weights] = read
         for rank in range(mapping.world)
     ]
     groups = [ranks[first : first + mapping.tp] for first in range(0, mapping.world, mapping.tp)]
-    prompts = [PROMPTS[number % len(PROMPTS)] for number in range(mapping.dp)]
-    states = [sum_of(rank.embed(ids) for rank in group) for group, ids in zip(groups, prompts, strict=True)]
+    inputs = [prompts[number % len(prompts)] for number in range(mapping.dp)]
+    states = [sum_of(rank.embed(ids) for rank in group) for group, ids in zip(groups, inputs, strict=True)]
     for layer in range(config.num_layers):
         states = [
             x + sum_of(rank.attention(layer, x) for rank in group) for group, x in zip(groups, states, strict=True)
         ]
         gathered = torch.cat(states)
         gathered = gathered + sum_of(rank.experts(layer, gathered) for rank in ranks)
-        states = list(gathered.split([len(ids) for ids in prompts]))
+        states = list(gathered.split([len(ids) for ids in inputs]))
     return [torch.cat([rank.logits(x) for rank in group], dim=1) for group, x in zip(groups, states, strict=True)]
 
 
@@ -225,3 +230,18 @@ def test_a_bias_added_by_two_ranks_would_be_seen(
 
     engine = build(checkpoint, ParallelMapping(tp=2), "mxfp4", tmp_path)
     assert worst_row(simulate(engine, with_bias_of_rank_0)[0], unsharded["mxfp4"][0]) > 1e-3
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_an_engine_from_a_hugging_face_checkpoint_equals_transformers(tp: int, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "checkpoint", small_config(), layout="hf_bf16", shards=2)
+    theirs, report = GptOssForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(report.values())
+    ids = torch.tensor([1, 5, 300, 7, 9, 2])
+    with torch.no_grad():
+        expected = theirs(ids.unsqueeze(0)).logits[0]
+    engine = tmp_path / "engine"
+    build_engine(folder, engine, BuildOptions(mapping=ParallelMapping(tp=tp), workers=2))
+    assert worst_row(simulate(engine, prompts=(ids,))[0], expected) < 1e-5
