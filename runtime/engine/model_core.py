@@ -23,6 +23,7 @@ from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Event, Submit
 from gptoss_trt.runtime.engine.metrics import Statistics
 from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.plain_decode import DrawingModel
 from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
@@ -63,7 +64,8 @@ class ModelCore:
         self._statistics = Statistics()
         limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
         self._scheduler = Scheduler(limits, self._cache, self._statistics)
-        self._runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, device)
+        batches_on = "cpu" if isinstance(model, DrawingModel) else device
+        self._runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on)
         self._device = device
         log.info("KV cache: %d full and %d window blocks of %d tokens", *blocks, options.block_tokens)
 
@@ -136,11 +138,12 @@ class ModelCore:
 
 def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
     """Loads the model in `engine_dir` and gives it a KV cache. Raises what load_model raises, and EngineLoadError."""
-    from gptoss_trt.runtime.model import load_model
+    from gptoss_trt.runtime.model import GraphedModel, load_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(options.threads or _default_threads())
-    model = load_model(engine_dir, device=device)
+    loaded = load_model(engine_dir, device=device)
+    model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     kv_bytes = options.kv_bytes or _default_kv_bytes(_cache_shape(model, options.resolved(device)), device)
     return ModelCore(model, options, kv_bytes=kv_bytes, device=device)
 

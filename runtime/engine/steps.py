@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
+from gptoss_trt.runtime.engine.plain_decode import DrawingModel, decode_plain, is_plain
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
 from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
 from gptoss_trt.runtime.model.batch import StepBatch
@@ -35,10 +36,14 @@ class Model(Protocol):
 
 
 class StepRunner:
-    """Runs plans on a model whose KV blocks hold `block_tokens` tokens."""
+    """Runs plans on a model whose KV blocks hold `block_tokens` tokens; batches are made on `device`.
+
+    A model that draws tokens itself (DrawingModel) does so in the steps that ask for nothing else.
+    """
 
     def __init__(self, model: Model, sampler: Sampler, block_tokens: int, device: str) -> None:
         self._model = model
+        self._drawing = model if isinstance(model, DrawingModel) else None
         self._sampler = sampler
         self._block_tokens = block_tokens
         self._device = device
@@ -62,7 +67,10 @@ class StepRunner:
         return self._run(works[:half]) + self._run(works[half:])
 
     def _attempt(self, works: list[Work]) -> list[Outcome]:
-        logits = self._model.forward(assemble(works, self._block_tokens, self._device))
+        batch = assemble(works, self._block_tokens, self._device)
+        if self._drawing is not None and is_plain(works):
+            return decode_plain(self._drawing, batch, works)
+        logits = self._model.forward(batch)
         ends = np.cumsum([work.logits for work in works]).tolist()
         prompts = [_prompt_part(logits[end - work.logits : end], work) for work, end in zip(works, ends, strict=True)]
         sampling = [(work, end - 1) for work, end in zip(works, ends, strict=True) if work.samples]
