@@ -1,7 +1,8 @@
 """moe_gemm_fp8 on the card against its format reference: the same FP8 values, exact products, fp64 sums.
 
-Every element must lie within max(1 ulp of the output, 2^-12 x sum of absolute scaled products); outputs are poisoned
-and lie between guard bands.
+Every element must lie within max(1 ulp of the output, 2^-12 x sum of absolute scaled products), twice that below 1,024
+columns: an instruction keeps some 14 bits under its largest product, and in a short sum one product can outweigh all
+others (measured: 1.05 x 2^-12 at 192 columns, outliers of 20 sigma). Outputs are poisoned and lie between guard bands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from gptoss_trt.reference.act_quant import act_quant
 
 LIMIT, ALPHA = 7.0, 1.702
 SUM_TOLERANCE = 2.0**-12
+SHORT_SUM_TOLERANCE = 2.0**-11
+SHORT_SUM = 1024
 GUARD_BYTES = 4096
 POISON = 0xA5
 PLANS = (Plan.SIMT, Plan.WGMMA)
@@ -96,6 +99,10 @@ class Case:
     @property
     def shape(self) -> tuple[int, int]:
         return (2 * self.inter, self.hidden) if self.product == "gate_up" else (self.hidden, self.inter)
+
+    @property
+    def sum_tolerance(self) -> float:
+        return SHORT_SUM_TOLERANCE if self.shape[1] < SHORT_SUM else SUM_TOLERANCE
 
     def packed(self, storage: Storage) -> torch.Tensor:
         if storage is Storage.MXFP4:
@@ -200,7 +207,7 @@ def down_excess(case: Case, result: Result) -> float:
     got = result.values.reshape(-1, case.hidden)[slots]
     mantissa = 7 if got.dtype == torch.bfloat16 else 23
     ulp = torch.exp2(torch.floor(torch.log2(expected.abs().clamp_min(2.0**-120))) - mantissa)
-    tolerance = torch.maximum(ulp, SUM_TOLERANCE * magnitudes * weight.abs())
+    tolerance = torch.maximum(ulp, case.sum_tolerance * magnitudes * weight.abs())
     return worst((got.to(torch.float64) - expected).abs(), tolerance)
 
 
@@ -209,7 +216,7 @@ def gate_up_excess(case: Case, result: Result) -> float:
     sums makes of SwiGLU."""
     values, magnitudes = sums(case)
     gate, up = values[:, 0::2], values[:, 1::2]
-    slack_gate, slack_up = SUM_TOLERANCE * magnitudes[:, 0::2], SUM_TOLERANCE * magnitudes[:, 1::2]
+    slack_gate, slack_up = (case.sum_tolerance * magnitudes[:, row::2] for row in (0, 1))
     expected = swiglu64(gate, up)
     moved = torch.zeros_like(expected)
     for a in (-1, 1):

@@ -125,6 +125,17 @@ __device__ __forceinline__ uint32_t keep_in_register(uint32_t value) {
   return value;
 }
 
+// Registers of each thread from here on; executed by all warps of a warpgroup. `release` gives
+// registers back to the block, `claim` waits until it can have as many.
+template <int kRegisters>
+__device__ __forceinline__ void registers_release() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void registers_claim() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
 // ---- dependent launch -----------------------------------------------------------------------
 
 // Waits until the kernel ahead in the stream has ended and its writes are visible. Returns at once

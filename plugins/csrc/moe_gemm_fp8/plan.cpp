@@ -20,8 +20,7 @@ int token_block_for(int tokens) { return tokens <= 8 ? 8 : tokens <= 16 ? 16 : k
 
 int split_for(const gptoss_trt_moe_gemm_args& args, int tokens) {
   if (args.k_split > 0) return args.k_split;
-  if (tokens > kSplitTokens) return 1;
-  return std::min(4, records(args.k));
+  return tokens > kSplitTokens ? 1 : std::min(kFewTokensSplit, records(args.k));
 }
 
 uint64_t rows(const gptoss_trt_moe_gemm_args& args, int tokens) {
@@ -58,17 +57,19 @@ SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) 
     end += align_shared(bytes);
     return at;
   };
-  shared.barriers = take((2 * kMaxStages + 4) * kBarrierBytes);
+  shared.barriers = take((2 * kConsumers * kMaxStages + 4) * kBarrierBytes);
   shared.offsets = take(2 * (args.experts + 1) * static_cast<int>(sizeof(int32_t)));
   shared.row_info = take(3 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
+  shared.bias = take(args.n * static_cast<int>(sizeof(uint16_t)));
   shared.tokens = take(records(args.k) * kRecordColumns * token_block);
   shared.scales = take(scale_rows * token_block * static_cast<int>(sizeof(float)));
   shared.partials =
       take(2 * (kConsumers - 1) * kStripRows * token_block * static_cast<int>(sizeof(float)));
   shared.stage_bytes = align_shared(record_bytes(storage, 2));
-  shared.ring = end;
-  shared.stages = std::min(kMaxStages, (kSharedBytesLimit - end) / shared.stage_bytes);
-  shared.total_bytes = end + std::max(shared.stages, kMinStages) * shared.stage_bytes;
+  shared.rings = end;
+  shared.stages =
+      std::min(kMaxStages, (kSharedBytesLimit - end) / (kConsumers * shared.stage_bytes));
+  shared.total_bytes = end + kConsumers * std::max(shared.stages, kMinStages) * shared.stage_bytes;
   return shared;
 }
 

@@ -11,30 +11,33 @@
 namespace gptoss::moe {
 
 // Warpgroups that multiply; they take the records of K in turn, so the order of a sum depends on
-// this number. One more warp feeds the ring.
+// this number. Each has a ring of its own and a warp that feeds it: whoever waits on a barrier must
+// see all of its phases, because a parity tells apart no more than two.
 constexpr int kConsumers = 4;
 constexpr int kConsumerThreads = kConsumers * 128;
-constexpr int kThreads = kConsumerThreads + 32;
+constexpr int kThreads = kConsumerThreads + kConsumers * 32;
 constexpr int kMaxTokenBlock = 32;
-constexpr int kMaxStages = 32;
-constexpr int kMinStages = kConsumers;
+constexpr int kMaxStages = 8;  // of one ring
+constexpr int kMinStages = 2;
 constexpr int kMaxSplit = 8;
 // sm_90: what one block may take, less what the kernels declare statically.
 constexpr int kSharedBytesLimit = 227 * 1024 - 512;
 // Up to this many tokens the experts in use are too few strips for all multiprocessors.
 constexpr int kSplitTokens = 2;
+constexpr int kFewTokensSplit = 1;
 
 // Byte offsets into the block's dynamic shared memory.
 struct SharedLayout {
-  int barriers;  // full[kMaxStages], empty[kMaxStages], partial full[2], partial free[2]
-  int offsets;   // [E + 1] rows, then [E + 1] token blocks before an expert
-  int row_info;  // per token of the block: source row, output row, routing weight
+  int barriers;  // full and empty [kConsumers][kMaxStages], partial full[2], partial free[2]
+  int offsets;   // [E + 1] rows before an expert, then [E + 1] token blocks before it
+  int row_info;  // per token of the block: source row, output slot, routing weight
+  int bias;      // bf16 [n] of the block's expert
   int tokens;    // e4m3 core matrices [K / 16][token block / 8][8][16]
   int scales;    // f32 [scale groups][token block]
   int partials;  // 2 x (kConsumers - 1) fragments of f32 [64 x token block]
-  int ring;      // stages of one record
+  int rings;     // [kConsumers][stages] of one record
   int stage_bytes;
-  int stages;
+  int stages;  // of one ring
   int total_bytes;
 };
 

@@ -11,35 +11,35 @@
 
 namespace gptoss::moe {
 
-// Reads the offsets into shared memory and counts token blocks: `rows_before[e]`,
-// `blocks_before[e]` for e <= E. Called by warp 0; the caller synchronises.
+// Reads the offsets into shared memory (all threads of the block, so that the loads overlap) and
+// counts token blocks: `rows_before[e]`, `blocks_before[e]` for e <= E. Synchronises at its end.
 __device__ inline void count_token_blocks(const Params& p, int32_t* rows_before,
                                           int32_t* blocks_before) {
-  const int lane = threadIdx.x % 32;
-  int32_t base = 0;
-  for (int first = 0; first < p.experts; first += 32) {
-    const int expert = first + lane;
-    int32_t begin = 0, blocks = 0;
-    if (expert < p.experts) {
-      begin = __ldcg(p.expert_offsets + expert);
-      blocks = ceil_div(__ldcg(p.expert_offsets + expert + 1) - begin, p.token_block);
-    }
-    int32_t sum = blocks;
+  for (int i = threadIdx.x; i <= p.experts; i += blockDim.x) {
+    rows_before[i] = __ldcg(p.expert_offsets + i);
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    int32_t base = 0;
+    for (int first = 0; first < p.experts; first += 32) {
+      const int expert = first + lane;
+      const int32_t blocks =
+          expert < p.experts
+              ? ceil_div(rows_before[expert + 1] - rows_before[expert], p.token_block)
+              : 0;
+      int32_t sum = blocks;
 #pragma unroll
-    for (int step = 1; step < 32; step *= 2) {
-      const int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
-      if (lane >= step) sum += other;
+      for (int step = 1; step < 32; step *= 2) {
+        const int32_t other = __shfl_up_sync(0xFFFFFFFFu, sum, step);
+        if (lane >= step) sum += other;
+      }
+      if (expert < p.experts) blocks_before[expert] = base + sum - blocks;
+      base += __shfl_sync(0xFFFFFFFFu, sum, 31);
     }
-    if (expert < p.experts) {
-      rows_before[expert] = begin;
-      blocks_before[expert] = base + sum - blocks;
-    }
-    base += __shfl_sync(0xFFFFFFFFu, sum, 31);
+    if (lane == 0) blocks_before[p.experts] = base;
   }
-  if (lane == 0) {
-    rows_before[p.experts] = __ldcg(p.expert_offsets + p.experts);
-    blocks_before[p.experts] = base;
-  }
+  __syncthreads();
 }
 
 struct Item {
@@ -59,13 +59,17 @@ class Cursor {
   __device__ Cursor(const Params& p, const int32_t* rows_before, const int32_t* blocks_before)
       : p_(p), rows_before_(rows_before), blocks_before_(blocks_before) {
     const int per_block = p.strips * p.k_split;
-    const int64_t items = static_cast<int64_t>(blocks_before[p.experts]) * per_block;
-    const int64_t begin = items * blockIdx.x / gridDim.x;
-    left_ = static_cast<int>(items * (blockIdx.x + 1) / gridDim.x - begin);
-    block_ = static_cast<int>(begin / per_block);
-    const int inside = static_cast<int>(begin % per_block);
-    strip_ = inside / p.k_split;
-    part_ = inside % p.k_split;
+    const uint32_t items = static_cast<uint32_t>(blocks_before[p.experts]) * per_block;
+    const uint32_t share = items / gridDim.x, rest = items % gridDim.x;
+    const uint32_t begin = share * blockIdx.x + min(blockIdx.x, rest);
+    left_ = share + (blockIdx.x < rest ? 1 : 0);
+    block_ = begin / per_block;
+    strip_ = begin % per_block;
+    part_ = 0;
+    if (p.k_split > 1) {
+      part_ = strip_ % p.k_split;
+      strip_ /= p.k_split;
+    }
     int low = 0, high = p.experts;  // the expert with blocks_before[e] <= block < [e + 1]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -88,8 +92,12 @@ class Cursor {
     item.rows = min(rows_before_[expert_ + 1] - item.first_row, p_.token_block);
     item.strip = strip_;
     item.part = part_;
-    item.record_begin = p_.records * part_ / p_.k_split;
-    item.record_end = p_.records * (part_ + 1) / p_.k_split;
+    item.record_begin = 0;
+    item.record_end = p_.records;
+    if (p_.k_split > 1) {
+      item.record_begin = p_.records * part_ / p_.k_split;
+      item.record_end = p_.records * (part_ + 1) / p_.k_split;
+    }
     return item;
   }
 
@@ -119,19 +127,18 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  // At most `stages` further.
-  __device__ __forceinline__ void step(int records, int stages) {
-    stage += records;
-    const bool wraps = stage >= stages;
-    stage -= wraps ? stages : 0;
+  __device__ __forceinline__ void step(int stages) {
+    ++stage;
+    const bool wraps = stage == stages;
+    stage = wraps ? 0 : stage;
     parity ^= wraps ? 1 : 0;
   }
-
-  __device__ void advance(int records, int stages) {
-    for (; records > stages; records -= stages) step(stages, stages);
-    step(records, stages);
-  }
 };
+
+// The first record of an item that a warpgroup takes.
+__device__ __forceinline__ int first_record(const Item& item, int warpgroup) {
+  return item.record_begin + ((warpgroup - item.record_begin) & (kConsumers - 1));
+}
 
 }  // namespace gptoss::moe
 

@@ -35,36 +35,47 @@ struct WeightReader;
 
 template <>
 struct WeightReader<Storage::kMxfp4> {
+  // One thread's share of a record as it lies in memory.
+  struct Raw {
+    uint4 words[2];
+    uint32_t shifts[2];
+  };
+
   // `thread` is the caller's place in its warpgroup.
   __device__ __forceinline__ explicit WeightReader(int thread)
       : nibbles_(keep_in_register(kHeaderBytes + kShiftBytes + thread * 16)),
         shifts_(keep_in_register(kHeaderBytes + thread / 32 * 16 + thread % 32 / 2)) {}
 
-  // Called by every thread of a warpgroup. Absent halves give zero weights.
-  __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, bool second_half,
-                                       Fragments& a) const {
+  // Called by every thread of a warpgroup. Absent halves give zero weights: zero nibbles are code 0
+  // in every row of the table, so a stale shift does no harm.
+  __device__ __forceinline__ Raw fetch(uint32_t record, const ReaderTable& table,
+                                       bool second_half) const {
+    constexpr int kHalf = half_bytes(Storage::kMxfp4);
     const uint32_t nibbles = record + nibbles_;
     const uint32_t shifts = record + shifts_;
-    const uint32_t later =
-        second_half ? nibbles + half_bytes(Storage::kMxfp4) : shared_address(&table.zeros);
-    expand(load_shared_u128(nibbles), load_shared_u8(shifts), table, a[0], a[1]);
-    // Zero nibbles are code 0 in every row of the table: the stale shift does no harm.
-    expand(load_shared_u128(later), load_shared_u8(shifts + half_bytes(Storage::kMxfp4)), table,
-           a[2], a[3]);
+    Raw raw;
+    raw.shifts[0] = load_shared_u8(shifts);
+    raw.shifts[1] = load_shared_u8(shifts + kHalf);
+    raw.words[0] = load_shared_u128(nibbles);
+    raw.words[1] = load_shared_u128(second_half ? nibbles + kHalf : shared_address(&table.zeros));
+    return raw;
+  }
+
+  static __device__ __forceinline__ void expand(const Raw& raw, const ReaderTable& table,
+                                                Fragments& a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const uint2 low = table.codes((raw.shifts[half] << 4) & 0xF0);
+      const uint2 high = table.codes(raw.shifts[half] & 0xF0);
+      const uint4 words = raw.words[half];
+      expand_word(words.x, low, a[2 * half][0], a[2 * half][2]);
+      expand_word(words.y, high, a[2 * half][1], a[2 * half][3]);
+      expand_word(words.z, low, a[2 * half + 1][0], a[2 * half + 1][2]);
+      expand_word(words.w, high, a[2 * half + 1][1], a[2 * half + 1][3]);
+    }
   }
 
  private:
-  static __device__ __forceinline__ void expand(uint4 words, uint32_t shift,
-                                                const ReaderTable& table, uint32_t (&first)[4],
-                                                uint32_t (&second)[4]) {
-    const uint2 low = table.codes((shift << 4) & 0xF0);
-    const uint2 high = table.codes(shift & 0xF0);
-    expand_word(words.x, low, first[0], first[2]);
-    expand_word(words.y, high, first[1], first[3]);
-    expand_word(words.z, low, second[0], second[2]);
-    expand_word(words.w, high, second[1], second[3]);
-  }
-
   // Eight weights: four by a byte permute with the magnitudes as selectors, the signs ORed on.
   static __device__ __forceinline__ void expand_word(uint32_t word, uint2 codes, uint32_t& columns,
                                                      uint32_t& columns_16) {
@@ -79,21 +90,33 @@ struct WeightReader<Storage::kMxfp4> {
 
 template <>
 struct WeightReader<Storage::kFp8> {
+  struct Raw {
+    uint4 words[kInstructionsPerRecord];
+  };
+
   __device__ __forceinline__ explicit WeightReader(int thread)
       : fragments_(keep_in_register(kHeaderBytes + thread * 16)) {}
 
-  __device__ __forceinline__ void load(uint32_t record, const ReaderTable& table, bool second_half,
-                                       Fragments& a) const {
+  __device__ __forceinline__ Raw fetch(uint32_t record, const ReaderTable& table,
+                                       bool second_half) const {
     constexpr int kRunBytes = half_bytes(Storage::kFp8) / kInstructionsPerHalf;
     const uint32_t zeros = shared_address(&table.zeros);
+    Raw raw;
 #pragma unroll
     for (int i = 0; i < kInstructionsPerRecord; ++i) {
       const bool present = i < kInstructionsPerHalf || second_half;
-      const uint4 words = load_shared_u128(present ? record + fragments_ + i * kRunBytes : zeros);
-      a[i][0] = words.x;
-      a[i][1] = words.y;
-      a[i][2] = words.z;
-      a[i][3] = words.w;
+      raw.words[i] = load_shared_u128(present ? record + fragments_ + i * kRunBytes : zeros);
+    }
+    return raw;
+  }
+
+  static __device__ __forceinline__ void expand(const Raw& raw, const ReaderTable&, Fragments& a) {
+#pragma unroll
+    for (int i = 0; i < kInstructionsPerRecord; ++i) {
+      a[i][0] = raw.words[i].x;
+      a[i][1] = raw.words[i].y;
+      a[i][2] = raw.words[i].z;
+      a[i][3] = raw.words[i].w;
     }
   }
 

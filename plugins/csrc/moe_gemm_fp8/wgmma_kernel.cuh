@@ -27,6 +27,10 @@ constexpr int kCoreRows = 8;          // tokens of one core matrix
 constexpr int kCoreBytes = 128;
 constexpr int kBarrierBytes = 8;
 
+// A launch of kThreads gets 96 registers a thread: 512 x 104 + 128 x 64 are as many.
+constexpr int kConsumerRegisters = 104;
+constexpr int kProducerRegisters = 64;
+
 enum class Product : int { kGateUp = 1, kDown = 2 };
 
 // Views of the block's shared memory.
@@ -36,11 +40,17 @@ struct Shared {
   const ReaderTable& table;
 
   __device__ uint32_t address(int offset) const { return shared_address(base + offset); }
-  __device__ uint32_t full(int stage) const { return address(at.barriers) + stage * kBarrierBytes; }
-  __device__ uint32_t empty(int stage) const { return full(kMaxStages + stage); }
-  __device__ uint32_t partial_full(int buffer) const { return full(2 * kMaxStages + buffer); }
-  __device__ uint32_t partial_free(int buffer) const { return full(2 * kMaxStages + 2 + buffer); }
-  __device__ uint32_t stage(int index) const { return address(at.ring) + index * at.stage_bytes; }
+  __device__ uint32_t barrier(int index) const {
+    return address(at.barriers) + index * kBarrierBytes;
+  }
+  __device__ uint32_t partial_full(int buffer) const { return barrier(buffer); }
+  __device__ uint32_t partial_free(int buffer) const { return barrier(2 + buffer); }
+  __device__ uint32_t full(int warpgroup) const { return barrier(4 + warpgroup * kMaxStages); }
+  __device__ uint32_t empty(int warpgroup) const { return full(kConsumers + warpgroup); }
+  __device__ uint32_t ring(int warpgroup) const {
+    return address(at.rings) + warpgroup * at.stages * at.stage_bytes;
+  }
+  __device__ uint16_t* bias() const { return reinterpret_cast<uint16_t*>(base + at.bias); }
   __device__ int32_t* rows_before() const { return reinterpret_cast<int32_t*>(base + at.offsets); }
   __device__ int32_t* source_row() const { return reinterpret_cast<int32_t*>(base + at.row_info); }
   __device__ int32_t* slot() const { return source_row() + kMaxTokenBlock; }
@@ -118,6 +128,12 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
     }
     shared.scales()[i] = scale;
   }
+  if (p.bias != nullptr) {
+    const auto* source = reinterpret_cast<const uint32_t*>(p.bias) +
+                         static_cast<int64_t>(item.expert) * (p.n / 2);  // n is even
+    auto* target = reinterpret_cast<uint32_t*>(shared.bias());
+    for (int i = thread; i < p.n / 2; i += kConsumerThreads) target[i] = __ldg(source + i);
+  }
   async_proxy_fence();
   named_barrier_sync(kTokensBarrier, kConsumerThreads);
 }
@@ -126,13 +142,12 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
 
 // The bias of this thread's two rows in every column, or zeros.
 template <int kTokens>
-__device__ __forceinline__ void start_sum(const Params& p, const Item& item, int thread,
-                                          bool with_bias, float (&sum)[kTokens / 2]) {
+__device__ __forceinline__ void start_sum(const Params& p, const Shared& shared, const Item& item,
+                                          int thread, bool with_bias, float (&sum)[kTokens / 2]) {
   float low = 0.0f, high = 0.0f;
   const int row = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
   if (with_bias && row < p.n) {  // n is even
-    const uint32_t pair = __ldg(
-        reinterpret_cast<const uint32_t*>(p.bias + static_cast<int64_t>(item.expert) * p.n + row));
+    const uint32_t pair = *reinterpret_cast<const uint32_t*>(shared.bias() + row);
     low = __uint_as_float(pair << 16);
     high = __uint_as_float(pair & 0xFFFF0000u);
   }
@@ -161,30 +176,49 @@ __device__ __forceinline__ void promote(const float (&acc)[kTokens / 2], float w
   }
 }
 
-// This warpgroup's share of an item: records r with r % kConsumers == warpgroup.
+// What a warpgroup keeps over all its items.
+struct Lane {
+  int warpgroup;
+  int thread;  // in the warpgroup
+  uint32_t full;
+  uint32_t empty;
+  uint32_t stages;
+  RingPosition ring;
+};
+
+// This warpgroup's share of an item: records r with r % kConsumers == warpgroup. The next record is
+// fetched while the instructions of this one run.
 template <Storage kStorage, bool kScale64, int kTokens>
 __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, const Item& item,
-                                         RingPosition ring, int warpgroup, int thread,
-                                         float (&sum)[kTokens / 2]) {
+                                         Lane& lane, float (&sum)[kTokens / 2]) {
   constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
   const WgmmaDescriptor tokens(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
-  const uint32_t scales = keep_in_register(shared.address(shared.at.scales) + thread % 4 * 8);
-  const WeightReader<kStorage> reader(thread);
-  const int skip = (warpgroup - item.record_begin) & (kConsumers - 1);
-  ring.step(skip, shared.at.stages);
+  const uint32_t scales = keep_in_register(shared.address(shared.at.scales) + lane.thread % 4 * 8);
+  const WeightReader<kStorage> reader(lane.thread);
+  typename WeightReader<kStorage>::Raw raw;
+  float next_scale;
+  const auto fetch = [&](int record) {
+    barrier_wait(lane.full + lane.ring.stage * kBarrierBytes, lane.ring.parity);
+    const uint32_t stage = lane.stages + lane.ring.stage * shared.at.stage_bytes;
+    raw = reader.fetch(stage, shared.table, record + 1 < p.records || p.tail_halves == 2);
+    next_scale = load_shared_f32(stage);
+  };
+  int record = first_record(item, lane.warpgroup);
+  if (record >= item.record_end) return;
+  fetch(record);
 #pragma unroll 1
-  for (int record = item.record_begin + skip; record < item.record_end; record += kConsumers) {
-    barrier_wait(shared.full(ring.stage), ring.parity);
-    const uint32_t stage = shared.stage(ring.stage);
-    const bool second_half = record + 1 < p.records || p.tail_halves == 2;
+  do {
     Fragments a;
-    reader.load(stage, shared.table, second_half, a);
-    const float weight_scale = load_shared_f32(stage);
+    const float weight_scale = next_scale;
+    WeightReader<kStorage>::expand(raw, shared.table, a);
     wgmma_operands_ready(a);
     __syncwarp();
-    if (thread % 32 == 0) barrier_arrive(shared.empty(ring.stage));
+    if (lane.thread % 32 == 0) barrier_arrive(lane.empty + lane.ring.stage * kBarrierBytes);
+    lane.ring.step(shared.at.stages);
     const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
+    const int current = record;
+    record += kConsumers;
     // Instructions that share an activation scale make one sum of products.
     constexpr int kTogether = kScale64 ? kInstructionsPerHalf : kInstructionsPerRecord;
 #pragma unroll
@@ -196,13 +230,13 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
         wgmma_e4m3<kTokens>(acc, a[first + i], tokens.moved(b + (first + i) * kInstructionStep), i);
       }
       wgmma_commit();
+      if (first == 0 && record < item.record_end) fetch(record);
       wgmma_wait_all();
       wgmma_settle(acc);
-      const int group = record * (kInstructionsPerRecord / kTogether) + first / kTogether;
+      const int group = current * (kInstructionsPerRecord / kTogether) + first / kTogether;
       promote<kTokens>(acc, weight_scale, scales + group * kTokens * 4, sum);
     }
-    ring.step(kConsumers, shared.at.stages);
-  }
+  } while (record < item.record_end);
 }
 
 // ---- the end of an item -----------------------------------------------------------------------
@@ -356,12 +390,12 @@ __device__ inline void finish_down(const Params& p, const Shared& shared, const 
 
 template <Storage kStorage, Product kProduct, bool kScale64, int kTokens>
 __device__ __forceinline__ void consume_item(const Params& p, const Shared& shared,
-                                             const Item& item, const RingPosition& ring,
-                                             int ordinal, int warpgroup, int thread) {
+                                             const Item& item, int ordinal, Lane& lane) {
+  const int warpgroup = lane.warpgroup, thread = lane.thread;
   float sum[kTokens / 2];
   const bool with_bias = warpgroup == 0 && item.part == 0 && p.bias != nullptr;
-  start_sum<kTokens>(p, item, thread, with_bias, sum);
-  multiply<kStorage, kScale64, kTokens>(p, shared, item, ring, warpgroup, thread, sum);
+  start_sum<kTokens>(p, shared, item, thread, with_bias, sum);
+  multiply<kStorage, kScale64, kTokens>(p, shared, item, lane, sum);
   if (!collect<kTokens>(shared, ordinal, warpgroup, thread, sum)) return;
   if (!collect_parts<kTokens>(p, item, warpgroup, thread, sum)) return;
   if constexpr (kProduct == Product::kGateUp) {
@@ -374,31 +408,37 @@ __device__ __forceinline__ void consume_item(const Params& p, const Shared& shar
 // ---- roles ----------------------------------------------------------------------------------
 
 template <Storage kStorage>
-__device__ inline void produce(const Params& p, const Shared& shared) {
+__device__ inline void produce(const Params& p, const Shared& shared, int warpgroup) {
+  const uint32_t full = shared.full(warpgroup), empty = shared.empty(warpgroup);
+  const uint32_t stages = shared.ring(warpgroup);
   RingPosition ring;
   int32_t* rows_before = shared.rows_before();
   for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
        cursor.advance()) {
     const Item item = cursor.item();
     const uint8_t* strip = p.weights + item.expert * p.expert_bytes + item.strip * p.strip_bytes;
-    for (int record = item.record_begin; record < item.record_end; ++record) {
+    for (int record = first_record(item, warpgroup); record < item.record_end;
+         record += kConsumers) {
       const int halves = record + 1 < p.records ? 2 : p.tail_halves;
       const uint32_t bytes = record_bytes(kStorage, halves);
-      barrier_wait(shared.empty(ring.stage), ring.parity ^ 1);
-      barrier_expect_bytes(shared.full(ring.stage), bytes);
-      bulk_copy(shared.stage(ring.stage),
-                strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes,
-                shared.full(ring.stage));
-      ring.step(1, shared.at.stages);
+      const uint32_t filled = full + ring.stage * kBarrierBytes;
+      barrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
+      barrier_expect_bytes(filled, bytes);
+      bulk_copy(stages + ring.stage * shared.at.stage_bytes,
+                strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes, filled);
+      ring.step(shared.at.stages);
     }
   }
 }
 
 template <Storage kStorage, Product kProduct, bool kScale64>
 __device__ inline void consume(const Params& p, const Shared& shared) {
-  const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
-  const int thread = threadIdx.x % 128;
-  RingPosition ring;
+  Lane lane;
+  lane.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
+  lane.thread = threadIdx.x % 128;
+  lane.full = keep_in_register(shared.full(lane.warpgroup));
+  lane.empty = keep_in_register(shared.empty(lane.warpgroup));
+  lane.stages = keep_in_register(shared.ring(lane.warpgroup));
   int32_t* rows_before = shared.rows_before();
   int block = -1;
   int ordinal = 0;
@@ -411,16 +451,12 @@ __device__ inline void consume(const Params& p, const Shared& shared) {
     }
     const int tokens = instruction_tokens(item.rows);
     if (tokens == 8) {
-      consume_item<kStorage, kProduct, kScale64, 8>(p, shared, item, ring, ordinal, warpgroup,
-                                                    thread);
+      consume_item<kStorage, kProduct, kScale64, 8>(p, shared, item, ordinal, lane);
     } else if (tokens == 16) {
-      consume_item<kStorage, kProduct, kScale64, 16>(p, shared, item, ring, ordinal, warpgroup,
-                                                     thread);
+      consume_item<kStorage, kProduct, kScale64, 16>(p, shared, item, ordinal, lane);
     } else {
-      consume_item<kStorage, kProduct, kScale64, 32>(p, shared, item, ring, ordinal, warpgroup,
-                                                     thread);
+      consume_item<kStorage, kProduct, kScale64, 32>(p, shared, item, ordinal, lane);
     }
-    ring.advance(item.record_end - item.record_begin, shared.at.stages);
   }
 }
 
@@ -430,29 +466,28 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ __align__(128) uint8_t dynamic_shared[];
   __shared__ __align__(128) ReaderTable table;
   const Shared shared{dynamic_shared, p.shared, table};
-  if (!p.routing_ready) dependency_wait();
-  if (threadIdx.x < 32) {
-    count_token_blocks(p, shared.rows_before(), shared.rows_before() + p.experts + 1);
-  } else if (threadIdx.x < 64) {
-    const int lane = threadIdx.x - 32;
-    for (int stage = lane; stage < p.shared.stages; stage += 32) {
-      barrier_init(shared.full(stage), 1);
-      barrier_init(shared.empty(stage), 4);  // the warps of the warpgroup that read it
-    }
-    if (lane < 2) {
-      barrier_init(shared.partial_full(lane), (kConsumers - 1) * 128);
-      barrier_init(shared.partial_free(lane), 128);
-    }
-    barrier_init_fence();
-  } else if (threadIdx.x < 64 + kTableRows) {
+  if (threadIdx.x < kConsumers * kMaxStages) {
+    barrier_init(shared.full(0) + threadIdx.x * kBarrierBytes, 1);
+    // The warps of the warpgroup that reads the stage.
+    barrier_init(shared.empty(0) + threadIdx.x * kBarrierBytes, 4);
+  } else if (threadIdx.x < kConsumers * kMaxStages + 2) {
+    const int buffer = threadIdx.x - kConsumers * kMaxStages;
+    barrier_init(shared.partial_full(buffer), (kConsumers - 1) * 128);
+    barrier_init(shared.partial_free(buffer), 128);
+  } else if (threadIdx.x >= 64 && threadIdx.x < 64 + kTableRows) {
     const int row = threadIdx.x - 64;
     table.rows[row].codes = make_uint2(kCodeTable.words[row][0], kCodeTable.words[row][1]);
     if (row == 0) table.zeros = make_uint4(0, 0, 0, 0);
   }
-  __syncthreads();
+  barrier_init_fence();
+  if (!p.routing_ready) dependency_wait();
+  count_token_blocks(p, shared.rows_before(), shared.rows_before() + p.experts + 1);
   if (threadIdx.x >= kConsumerThreads) {
-    if (threadIdx.x == kConsumerThreads) produce<kStorage>(p, shared);
+    registers_release<kProducerRegisters>();
+    const int warp = threadIdx.x / 32 - kConsumerThreads / 32;
+    if (threadIdx.x % 32 == 0) produce<kStorage>(p, shared, warp);
   } else {
+    registers_claim<kConsumerRegisters>();
     if (p.routing_ready) dependency_wait();
     dependents_launch();
     consume<kStorage, kProduct, kScale64>(p, shared);
