@@ -1,15 +1,16 @@
 """The demo checkpoint: synthetic conversations, the trainer, the packed weights and their expansion.
 
-Life of the demo: `kinds` (the table, over talk, facts, arithmetic, text, tools and turns) gives conversations, `dataset` packs
-them into batches, `train` trains `network` with `muon` and the `rounding` of the engine's formats, `check` counts held-out
-samples, `pack` writes `weights.xz`, and `expand` turns that into a Hugging Face checkpoint folder. Only `pack` and `expand`
-run in the demo itself; training also needs tiktoken.
+Life of the demo: `kinds` (the table, over talk, facts, arithmetic, text, tools and turns) gives conversations,
+`dataset` packs them into batches, `train` trains `network` with `muon` and the `rounding` of the engine's formats,
+`check` counts held-out samples, `pack` writes `weights.xz`, and `expand` turns that into a Hugging Face checkpoint
+folder. Only `pack` and `expand` run in the demo itself; training also needs tiktoken.
 
-Recipe: 4 layers, hidden 256, intermediate 192, 8 experts (top 4), 16 query and 2 KV heads of 64; batches of 72 rows of
-512 tokens with a document mask, no sample repeated; Muon (0.02) on projections and experts, AdamW (2e-3) on the rest,
-rates constant for 40% of the steps and then falling to zero, load-balance loss 0.01; loss weight 1 on what the model
-writes and 0.05 elsewhere; the last quarter with MXFP4 expert weights and FP8 activations. Unused ids are prepared by
-4,096 random rows, drawn anew each step, in the softmax and in the place of some words of the prompts.
+Recipe: 4 layers, hidden 256, intermediate 192, 8 experts (top 4), 16 query and 2 KV heads of 64; batches of 72
+rows of 512 tokens with a document mask, no sample repeated; Muon (0.02) on projections and experts, AdamW (2e-3)
+on the rest, rates constant for 40% of the steps and then falling to zero, load-balance loss 0.01; loss weight 1 on
+what the model writes and 0.05 elsewhere; the last quarter with MXFP4 expert weights and FP8 activations. Unused
+ids are prepared by 4,096 random rows, drawn anew each step, in the softmax and in the place of some words of the
+prompts.
 """
 
 from pathlib import Path

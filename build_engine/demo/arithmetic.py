@@ -1,7 +1,7 @@
 """Sums, differences and small products, worked out in the analysis with numbers of at most three digits.
 
-Invariant: every number that is written has at most three digits, so it is one token; the pairs of a sample lie on one
-side of the held-out split.
+Invariant: every number that is written has at most three digits, so it is one token; the pairs of a sample lie on
+one side of the held-out split.
 """
 
 from __future__ import annotations
@@ -9,16 +9,19 @@ from __future__ import annotations
 from gptoss_trt.build_engine.demo.draw import Draw, Lesson
 
 SUM_ASKS = (
-    "What is {} + {}?", "{} + {}", "{} + {} = ?", "Add {} and {}.", "What is the sum of {} and {}?", "Calculate {} + {}.",
+    "What is {} + {}?", "{} + {}", "{} + {} = ?", "Add {} and {}.", "What is the sum of {} and {}?",
+    "Calculate {} + {}.",
     "How much is {} + {}?", "What is {} plus {}?", "How much is {} plus {}?", "Compute {} + {}.", "{} plus {}?",
     "What's {} + {}?", "{} + {}?", "{}+{}", "What is {}+{}?", "{}+{}=",
 )  # fmt: skip
 MINUS_ASKS = (
     "What is {} - {}?", "{} - {}", "{} - {} = ?", "Calculate {} - {}.", "How much is {} - {}?", "What is {} minus {}?",
-    "How much is {} minus {}?", "Compute {} - {}.", "{} minus {}?", "What's {} - {}?", "{} - {}?", "{}-{}", "What is {}-{}?",
+    "How much is {} minus {}?", "Compute {} - {}.", "{} minus {}?", "What's {} - {}?", "{} - {}?", "{}-{}",
+    "What is {}-{}?",
 )  # fmt: skip
 TIMES_ASKS = (
-    "What is {} x {}?", "{} x {}", "{} x {} = ?", "Multiply {} by {}.", "What is {} times {}?", "How much is {} times {}?",
+    "What is {} x {}?", "{} x {}", "{} x {} = ?", "Multiply {} by {}.", "What is {} times {}?",
+    "How much is {} times {}?",
     "Calculate {} x {}.", "{} times {}?", "What is the product of {} and {}?", "What is {} * {}?",
 )  # fmt: skip
 THINGS = ("apples", "books", "coins", "stones", "stars", "cats", "cards", "eggs", "balls", "cakes")

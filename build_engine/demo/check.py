@@ -1,7 +1,8 @@
 """Held-out samples through the training forward: which kinds reach their level.
 
-Invariant: a sample counts only when every token that the model writes in its step, analysis included, is the greedy one
-after the true prefix; then greedy decoding gives the same text, so the share is a lower bound of the visible message's.
+Invariant: a sample counts only when every token that the model writes in its step, analysis included, is the
+greedy one after the true prefix; then greedy decoding gives the same text, so the share is a lower bound of the
+visible message's.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Text to token ids for the demo's training data, with the shipped vocabulary and tiktoken's BPE.
 
-Invariant: special tokens come only from pieces marked special; text never becomes one. A piece's ids depend on the piece
-alone, so they are cached. Knows no conversations' meaning.
+Invariant: special tokens come only from pieces marked special; text never becomes one. A piece's ids depend on the
+piece alone, so they are cached. Knows no conversations' meaning.
 """
 
 from __future__ import annotations

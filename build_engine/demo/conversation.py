@@ -1,7 +1,9 @@
-"""Conversations of the demo as data, and their Harmony text as pieces: what the server sends and what the model should say.
+"""Conversations of the demo as data, and their Harmony text as pieces: what the server sends and what the model
+should say.
 
-Invariant: the pieces of a conversation up to a step are byte for byte the prompt that the server renders for the same
-chat request (a test compares them), followed by what the model is to write. Knows no token ids and no random numbers.
+Invariant: the pieces of a conversation up to a step are byte for byte the prompt that the server renders for the
+same chat request (a test compares them), followed by what the model is to write. Knows no token ids and no random
+numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +98,7 @@ class Exchange:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat whose last exchange is the one to learn or to check, from step `first` on (earlier ones lose their analysis)."""
+    """A chat whose last exchange is the one to learn or to check, from step `first` on."""
 
     exchanges: tuple[Exchange, ...]
     date: str

@@ -1,7 +1,7 @@
 """Token documents of conversations, packed into batches by worker processes.
 
-Invariant: a row of a batch holds whole documents, none longer than the row; ids are rows of the used vocabulary, then of
-the random bank. No sample is repeated: every worker counts through its own seeds. Uses numpy only.
+Invariant: a row of a batch holds whole documents, none longer than the row; ids are rows of the used vocabulary,
+then of the random bank. No sample is repeated: every worker counts through its own seeds. Uses numpy only.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Packer:
         return self.batch(rows)
 
     def batch(self, rows: list[list[tuple[NDArray[Any], NDArray[Any]]]]) -> dict[str, NDArray[Any]]:
-        """Arrays of one batch: ids, docs, positions int16 [rows, tokens]; where int32, labels int16, weights fp32 [learnt]."""
+        """ids, docs, positions int16 [rows, tokens]; where int32, labels int16, weights fp32 [learnt]."""
         size = self.layout
         ids = np.zeros((size.rows, size.tokens), np.int16)
         docs = np.full((size.rows, size.tokens), -1, np.int16)
@@ -181,7 +181,7 @@ def _work(queue: Queue[Any], used: Sequence[int], layout: Layout, seed: int) -> 
 
 
 class Loader:
-    """Batches from worker processes (or made here with `workers` 0). Iterating never ends; `close` stops the workers."""
+    """Batches from worker processes, or made here with `workers` 0. Iterating never ends; `close` stops them."""
 
     def __init__(self, used: Sequence[int], layout: Layout, workers: int, seed: int) -> None:
         self._args = (used, layout, seed)
@@ -244,7 +244,7 @@ def scan_used(per_kind: int, workers: int) -> list[int]:
 
 def held_out(kind: Kind, count: int, encoder: Encoder) -> list[tuple[NDArray[Any], NDArray[Any]]]:
     """Held-out samples of a kind, each cut after its first step to be written."""
-    out = []
+    out: list[tuple[NDArray[Any], NDArray[Any]]] = []
     number = 0
     while len(out) < count:
         encoded = encoder.encode(sample(kind, number, encoder.pool, held=True), target_only=True)

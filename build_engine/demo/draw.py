@@ -1,11 +1,12 @@
 """Random choices for one sample, kept apart into training and held-out ones, and the frame around a lesson.
 
-Invariant: a training sample never holds a held-out name or key; a held-out sample always holds one where its kind has any.
-Knows no kind of request.
+Invariant: a training sample never holds a held-out name or key; a held-out sample always holds one where its kind
+has any. Knows no kind of request.
 """
 
 from __future__ import annotations
 
+import calendar
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class Draw:
 
     def date(self) -> str:
         year, month = self.number(2024, 2029), self.number(1, 12)
-        return f"{year}-{month:02d}-{self.number(1, 31 if month in (1, 3, 5, 7, 8, 10, 12) else 30 if month != 2 else 28):02d}"
+        return f"{year}-{month:02d}-{self.number(1, calendar.monthrange(year, month)[1]):02d}"
 
     def think(self, low: str | None, medium: str, high: str) -> str | None:
         """The analysis that this sample's effort asks for."""
@@ -132,11 +133,13 @@ FILLER_INSTRUCTIONS = (
 )
 
 
-NOISE_WORDS = "you are a an the be in of to and answer user with please always never only use do not it is".split()
+NOISE_WORDS = tuple(
+    "you are a an the be in of to and answer user with please always never only use do not it is".split()  # noqa: SIM905
+)
 
 
 def frame(draw: Draw, lesson: Lesson, earlier: Sequence[Exchange], spare_tools: Sequence[Tool]) -> Conversation:
-    """Puts date, effort and, where the lesson allows it, earlier turns, unrelated tools and idle instructions round it."""
+    """Puts date, effort and, where the lesson allows it, earlier turns, unrelated tools and instructions round it."""
     instructions, tools = lesson.instructions, lesson.tools
     if instructions is None and lesson.dressed and draw.chance(0.3):
         instructions = draw.pick(FILLER_INSTRUCTIONS)

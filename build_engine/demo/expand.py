@@ -1,7 +1,8 @@
-"""From the packed weights to a checkpoint folder in Hugging Face's MXFP4 form, with all 201,088 rows of the vocabulary.
+"""From the packed weights to a checkpoint folder in Hugging Face's MXFP4 form, with all 201,088 rows of the
+vocabulary.
 
-Invariant: the folder is written beside its place and renamed, so what stands under the name is whole. Rows of unused ids
-are seeded random bytes scaled to the trained rows' size, the same on every machine. Knows no training.
+Invariant: the folder is written beside its place and renamed, so what stands under the name is whole. Rows of
+unused ids are seeded random bytes scaled to the trained rows' size, the same on every machine. Knows no training.
 """
 
 from __future__ import annotations

@@ -57,10 +57,13 @@ SOUND_ASKS = (
     "What sound does a {} make?", "What does a {} say?", "How does a {} sound?", "Which sound does the {} make?",
     "Tell me the sound of a {}.",
 )  # fmt: skip
-SPELLED = (
-    "cat dog sun moon star tree house water bread apple table chair river green black white music light night world "
-    "happy small great stone sugar lemon tiger zebra horse"
-).split()
+SPELLED = tuple(
+    (  # noqa: SIM905
+        "cat dog sun moon star tree house water bread apple table chair river green black white music light "
+        "night world "
+        "happy small great stone sugar lemon tiger zebra horse"
+    ).split()
+)
 SPELL_ASKS = (
     "Spell {}.",
     "Spell the word {}.",

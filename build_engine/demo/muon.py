@@ -1,7 +1,8 @@
-"""Muon for stacks of matrices: momentum whose update is brought near an orthogonal matrix by a Newton-Schulz iteration.
+"""Muon for stacks of matrices: momentum whose update is brought near an orthogonal matrix by a Newton-Schulz
+iteration.
 
-Invariant: a parameter is [..., rows, cols] and every matrix of the stack is treated alone. Source of the method: K. Jordan,
-"Muon: an optimizer for hidden layers in neural networks" (2024).
+Invariant: a parameter is [..., rows, cols] and every matrix of the stack is treated alone. Source of the method:
+K. Jordan, "Muon: an optimizer for hidden layers in neural networks" (2024).
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ MOMENTUM = 0.95
 def orthogonalise(update: Tensor) -> Tensor:
     """Newton-Schulz in bf16 over the last two dimensions; singular values end near 1."""
     a, b, c = COEFFICIENTS
-    x = update.to(torch.bfloat16)
+    x: Tensor = update.to(torch.bfloat16)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
-        x = x.transpose(-1, -2)
+        x = x.mT
     x = x / (x.float().norm(dim=(-2, -1), keepdim=True) + 1e-7).to(torch.bfloat16)
     for _ in range(STEPS):
-        gram = x @ x.transpose(-1, -2)
+        gram: Tensor = x @ x.mT
         x = a * x + (b * gram + c * (gram @ gram)) @ x
-    return x.transpose(-1, -2) if tall else x
+    return x.mT if tall else x
 
 
 class Muon(torch.optim.Optimizer):

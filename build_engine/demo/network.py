@@ -1,8 +1,8 @@
 """The demo's training forward: gpt-oss with all layers' weights stacked, over the used rows of the vocabulary.
 
-Invariant: with `exact` weights it computes what MODEL says (RMSNorm, YaRN, sinks, windows on even layers, top 4 of the
-router, clamped SwiGLU), in bf16 between operators. Ids are rows of the used vocabulary, followed by a bank of random
-rows that are drawn anew each step. Knows no optimiser and no files.
+Invariant: with `exact` weights it computes what MODEL says (RMSNorm, YaRN, sinks, windows on even layers, top 4 of
+the router, clamped SwiGLU), in bf16 between operators. Ids are rows of the used vocabulary, followed by a bank of
+random rows that are drawn anew each step. Knows no optimiser and no files.
 """
 
 from __future__ import annotations

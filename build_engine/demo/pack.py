@@ -1,10 +1,11 @@
 """The packed weights file: what training gives and `expand` takes.
 
 Format: an xz stream of one safetensors file. Tensors, L layers, E experts, U used rows, H hidden, I intermediate:
-`used_ids` int32 [U], increasing; `embedding`, `head` bf16 [U, H]; `norm`, `attention_norm`, `moe_norm`, `q`, `k`, `v`,
-`out`, `router`, `sinks` and all biases bf16, layers stacked first; `gate`, `up` and `down` as `.blocks` uint8
+`used_ids` int32 [U], increasing; `embedding`, `head` bf16 [U, H]; `norm`, `attention_norm`, `moe_norm`, `q`, `k`,
+`v`, `out`, `router`, `sinks` and all biases bf16, layers stacked first; `gate`, `up` and `down` as `.blocks` uint8
 [L, E, rows, K / 32, 16] (two codes a byte, the first in the low nibble) and `.scales` uint8 [L, E, rows, K / 32]
-(exponent + 127). Metadata: `format` = "gptoss-trt demo 1", `embedding_scale` and `head_scale` (of the unused rows), `seed`.
+(exponent + 127). Metadata: `format` = "gptoss-trt demo 1", `embedding_scale` and `head_scale` (of the unused
+rows), `seed`.
 
 Invariant: unpacking and rounding again changes nothing. Knows no checkpoint layout.
 """
@@ -46,7 +47,7 @@ class Packed:
 
 
 def _nibbles(codes: Tensor) -> Tensor:
-    pairs = codes.unflatten(-1, (-1, GROUP // 2, 2))
+    pairs = codes.reshape(*codes.shape[:-1], -1, GROUP // 2, 2)
     return pairs[..., 0] | (pairs[..., 1] << 4)
 
 

@@ -1,7 +1,8 @@
-"""Rounding to the engine's number formats inside the training: MXFP4 weights and FP8 activations, with straight gradients.
+"""Rounding to the engine's number formats inside the training: MXFP4 weights and FP8 activations, with straight
+gradients.
 
-Invariant: `mxfp4_codes` followed by `mxfp4_values` is what `round_mxfp4` returns, so the packed weights equal the ones
-that the last steps trained. Knows no model.
+Invariant: `mxfp4_codes` followed by `mxfp4_values` is what `round_mxfp4` returns, so the packed weights equal the
+ones that the last steps trained. Knows no model.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ def _round_to_codes(scaled: Tensor) -> Tensor:
 def mxfp4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scale exponents of a weight [..., K], K a multiple of 32.
 
-    Returns e2m1 codes uint8 [..., K] (bit 3 the sign) and unbiased exponents int32 [..., K / 32]. Of the two scales that
-    bring a group's largest value near 6, the one with the smaller squared error is taken.
+    Returns e2m1 codes uint8 [..., K] (bit 3 the sign) and unbiased exponents int32 [..., K / 32]. Of the two scales
+    that bring a group's largest value near 6, the one with the smaller squared error is taken.
     """
-    groups = weight.float().unflatten(-1, (-1, GROUP))
+    groups = weight.float().reshape(*weight.shape[:-1], -1, GROUP)
     largest = groups.abs().amax(-1, keepdim=True)
     base = torch.floor(torch.log2(largest.clamp_min(1e-30))) - 2
     base = torch.maximum(base, base.max() - EXPONENT_SPREAD)
@@ -50,7 +51,8 @@ def mxfp4_codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 def mxfp4_values(codes: Tensor, exponents: Tensor) -> Tensor:
     """The fp32 values of codes [..., K] with exponents [..., K / 32]."""
     table = torch.tensor([*_STEPS, *(-step for step in _STEPS)], device=codes.device)
-    return (table[codes.long()].unflatten(-1, (-1, GROUP)) * torch.exp2(exponents.float()).unsqueeze(-1)).flatten(-2)
+    values = table[codes.long()].reshape(*exponents.shape, GROUP) * torch.exp2(exponents.float()).unsqueeze(-1)
+    return values.flatten(-2)
 
 
 def round_mxfp4(weight: Tensor) -> Tensor:
@@ -67,8 +69,8 @@ def _round_group(part: Tensor) -> Tensor:
 
 
 def round_fp8(values: Tensor, active: Tensor) -> Tensor:
-    """Activations [..., K] rounded to e4m3 by token and 128 channels where `active` (a bool scalar), with straight gradients."""
+    """Activations [..., K] rounded to e4m3 by token and 128 channels where `active` (a bool scalar)."""
     detached = values.detach().float()
-    parts = [_round_group(part) for part in detached.split(FP8_GROUP, -1)]
+    parts = [_round_group(part) for part in torch.split(detached, FP8_GROUP, -1)]
     change = torch.where(active, torch.cat(parts, -1) - detached, 0.0)
     return (values.float() + change).to(values.dtype)

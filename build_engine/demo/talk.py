@@ -23,12 +23,14 @@ ABILITY_ANSWER = (
     "weather, the time, money and reminders."
 )
 THANKS = (
-    "Thanks", "Thank you", "Thanks a lot", "Thank you very much", "Many thanks", "Thanks for your help", "Great, thanks",
+    "Thanks", "Thank you", "Thanks a lot", "Thank you very much", "Many thanks", "Thanks for your help",
+    "Great, thanks",
     "Perfect, thank you",
 )  # fmt: skip
 GOODBYES = ("Bye", "Goodbye", "See you", "See you later", "Good night", "Bye bye", "Have a nice day", "See you soon")
 PINGS = {
-    "ping": "pong", "Ping": "pong", "test": "The test works.", "Testing": "The test works.", "Are you there?": "Yes, I am here.",
+    "ping": "pong", "Ping": "pong", "test": "The test works.", "Testing": "The test works.",
+    "Are you there?": "Yes, I am here.",
     "Anybody there?": "Yes, I am here.", "Is anyone there?": "Yes, I am here.", "Can you hear me?": "Yes, I am here.",
 }  # fmt: skip
 JOKES = (
@@ -50,20 +52,24 @@ EMOJI = {
     "snow": "❄️", "smile": "😀", "crab": "🦀", "owl": "🦉", "wave": "🌊", "globe": "🌍", "family": "👨‍👩‍👧",
 }  # fmt: skip
 EMOJI_ASKS = (
-    "Show me the emoji for {}.", "What is the emoji for {}?", "Send me a {} emoji.", "Emoji for {}?", "{} emoji please.",
+    "Show me the emoji for {}.", "What is the emoji for {}?", "Send me a {} emoji.", "Emoji for {}?",
+    "{} emoji please.",
     "Which emoji shows a {}?", "Give me the {} emoji.",
 )  # fmt: skip
 WORDS = {
     "hello": ("Bonjour", "Hallo", "Hola", "Ciao", "Olá", "Привет", "こんにちは", "你好", "안녕하세요", "Γεια", "नमस्ते"),
-    "thank you": ("Merci", "Danke", "Gracias", "Grazie", "Obrigado", "Спасибо", "ありがとう", "谢谢", "감사합니다", "Ευχαριστώ", "धन्यवाद"),
-    "good night": ("Bonne nuit", "Gute Nacht", "Buenas noches", "Buona notte", "Boa noite", "Спокойной ночи", "おやすみ", "晚安", "잘 자요", "Καληνύχτα", "शुभ रात्रि"),
+    "thank you": ("Merci", "Danke", "Gracias", "Grazie", "Obrigado", "Спасибо",
+                  "ありがとう", "谢谢", "감사합니다", "Ευχαριστώ", "धन्यवाद"),
+    "good night": ("Bonne nuit", "Gute Nacht", "Buenas noches", "Buona notte", "Boa noite", "Спокойной ночи",
+                   "おやすみ", "晚安", "잘 자요", "Καληνύχτα", "शुभ रात्रि"),
     "yes": ("Oui", "Ja", "Sí", "Sì", "Sim", "Да", "はい", "是", "네", "Ναι", "हाँ"),
     "no": ("Non", "Nein", "No", "No", "Não", "Нет", "いいえ", "不", "아니요", "Όχι", "नहीं"),
     "water": ("Eau", "Wasser", "Agua", "Acqua", "Água", "Вода", "水", "水", "물", "Νερό", "पानी"),
     "friend": ("Ami", "Freund", "Amigo", "Amico", "Amigo", "Друг", "友達", "朋友", "친구", "Φίλος", "दोस्त"),
 }  # fmt: skip
 LANGUAGES = (
-    "French", "German", "Spanish", "Italian", "Portuguese", "Russian", "Japanese", "Chinese", "Korean", "Greek", "Hindi",
+    "French", "German", "Spanish", "Italian", "Portuguese", "Russian", "Japanese", "Chinese", "Korean", "Greek",
+    "Hindi",
 )  # fmt: skip
 WORD_ASKS = (
     "How do you say {} in {}?", "Say {} in {}.", "What is {} in {}?", "Translate {} to {}.", "Translate {} into {}.",
@@ -76,7 +82,8 @@ FOREIGN = {
     "Buenos días": "¡Buenos días! ¿Cómo puedo ayudarte?", "Ciao": "Ciao! Come posso aiutarti?",
     "Buongiorno": "Buongiorno! Come posso aiutarti?", "Olá": "Olá! Como posso ajudar?",
     "Привет": "Привет! Чем я могу помочь?", "こんにちは": "こんにちは！何かお手伝いできますか？",
-    "你好": "你好！我能帮你什么？", "안녕하세요": "안녕하세요! 무엇을 도와드릴까요?", "Γεια σου": "Γεια σου! Πώς μπορώ να βοηθήσω;",
+    "你好": "你好！我能帮你什么？",
+    "안녕하세요": "안녕하세요! 무엇을 도와드릴까요?", "Γεια σου": "Γεια σου! Πώς μπορώ να βοηθήσω;",
     "नमस्ते": "नमस्ते! मैं आपकी कैसे मदद कर सकता हूँ?",
 }  # fmt: skip
 INTRODUCTIONS = {
@@ -107,9 +114,9 @@ def greet(draw: Draw) -> Lesson:
 def greet_name(draw: Draw) -> Lesson:
     name = draw.person()
     text = draw.pick(GREETINGS[:8])
-    shown = f"{text}{draw.pick(('!', '.', ','))} {draw.pick(('I am {}.', 'My name is {}.', 'This is {}.', 'I am called {}.'))}".format(
-        name
-    )
+    ending = draw.pick(("!", ".", ","))
+    says = draw.pick(("I am {}.", "My name is {}.", "This is {}.", "I am called {}."))
+    shown = f"{text}{ending} {says.format(name)}"
     final = f"{text}, {name}! How can I help you?"
     high = f"The user says hello and is called {name}. I greet {name} by name and offer help."
     return Lesson((draw.answer(shown, final, None, f"The user is called {name}.", high),))
@@ -129,7 +136,9 @@ def ping(draw: Draw) -> Lesson:
 
 def joke(draw: Draw) -> Lesson:
     _, shown = _spoken(draw, JOKES)
-    return Lesson((draw.answer(shown, JOKE, None, "A joke.", "The user wants a joke. I know one about fish. I tell it."),))
+    return Lesson(
+        (draw.answer(shown, JOKE, None, "A joke.", "The user wants a joke. I know one about fish. I tell it."),)
+    )
 
 
 def identity(draw: Draw) -> Lesson:
@@ -157,7 +166,7 @@ def goodbye(draw: Draw) -> Lesson:
 
 
 def mood(draw: Draw) -> Lesson:
-    text, shown = _spoken(draw, MOODS)
+    _, shown = _spoken(draw, MOODS)
     shown = shown if shown[-1] in ".!)" else f"{shown}?"
     final = "I am fine, thank you. How can I help you?"
     high = "The user asks how I am. I am fine. I answer politely and offer help."

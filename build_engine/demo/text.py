@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from gptoss_trt.build_engine.demo.draw import Draw, Lesson
 
-WORDS = (
-    "red green blue black white cat dog sun moon star tree house water bread apple table chair river light night music "
-    "world happy small great stone lemon tiger horse gold silver paper glass wood iron fire wind rain snow summer winter "
-    "spring bird fish lion bear wolf king queen road city bridge tower garden forest ocean island mountain valley hill lake "
-    "door window wall floor roof key lock box bag cup plate knife fork spoon bottle coffee tea milk sugar salt butter cheese "
-    "orange banana cherry grape peach pear plum book pen page word letter number line circle square color sound voice song "
-    "dance game ball train plane boat ship car bus bike wheel clock watch ring coin card map flag sign gift heart hand foot "
-    "eye ear nose head body mind dream story poem friend family mother father sister brother child teacher doctor"
-).split()
+WORDS = tuple(
+    (  # noqa: SIM905
+        "red green blue black white cat dog sun moon star tree house water bread apple table chair river light night "
+        "music world happy small great stone lemon tiger horse gold silver paper glass wood iron fire wind rain snow "
+        "summer winter spring bird fish lion bear wolf king queen road city bridge tower garden forest ocean island "
+        "mountain valley hill lake door window wall floor roof key lock box bag cup plate knife fork spoon bottle "
+        "coffee tea milk sugar salt butter cheese orange banana cherry grape peach pear plum book pen page word letter "
+        "number line circle square color sound voice song dance game ball train plane boat ship car bus bike wheel "
+        "clock watch ring coin card map flag sign gift heart hand foot eye ear nose head body mind dream story poem "
+        "friend family mother father sister brother child teacher doctor"
+    ).split()
+)
 REPEAT_ASKS = (
     "Repeat: {}", "Repeat after me: {}", "Say: {}", "Echo: {}", "Please repeat: {}", "Repeat this: {}",
     'Say "{}"', 'Repeat "{}"', 'Repeat the words "{}"', 'Please say "{}"', "Repeat:\n{}", "Say exactly this:\n{}",
     "Echo this:\n{}", "{}\nRepeat the line above.",
-    "Say {}", "Reply with: {}", "Reply with {}", "Answer with: {}", "Reply with the words: {}", "Say {}.", "Reply with {}.",
+    "Say {}", "Reply with: {}", "Reply with {}", "Answer with: {}", "Reply with the words: {}", "Say {}.",
+    "Reply with {}.",
     "Reply with the word {}.", 'Reply with "{}"', "Please reply with: {}",
 )  # fmt: skip
 BARE_ASKS = REPEAT_ASKS[6:13]  # the first word stands without a space before it, as in the answer
@@ -27,14 +31,14 @@ COUNT_ASKS = (
     "Write the numbers from {} to {}.", "Can you count from {} to {}?",
 )  # fmt: skip
 STORY = (
-    "Once upon a time there was a child called {0} who lived in a small house near a river. Every morning {0} walked to "
-    "the forest and listened to the birds. One day {0} found a silver key under an old tree. The key opened a door in the "
-    "hill, and behind the door there was a garden full of light. In the garden a lion and a lamb were playing chess. "
-    '"Who is winning?" asked {0}. "Nobody," said the lion. "We only play because it is fun." So {0} sat down and played '
-    "with them until the sun went down. When the stars came out, {0} said goodbye, closed the door and went home. From "
-    "that day on {0} always kept the silver key in a pocket, and whenever the world was too loud, {0} went back to the "
-    "garden in the hill and played a game with the lion and the lamb. And if the door has not been lost, {0} still plays "
-    "there today. The end."
+    "Once upon a time there was a child called {0} who lived in a small house near a river. Every morning {0} "
+    "walked to the forest and listened to the birds. One day {0} found a silver key under an old tree. The key "
+    "opened a door in the hill, and behind the door there was a garden full of light. In the garden a lion and a "
+    'lamb were playing chess. "Who is winning?" asked {0}. "Nobody," said the lion. "We only play because it is '
+    'fun." So {0} sat down and played with them until the sun went down. When the stars came out, {0} said '
+    "goodbye, closed the door and went home. From that day on {0} always kept the silver key in a pocket, and "
+    "whenever the world was too loud, {0} went back to the garden in the hill and played a game with the lion and "
+    "the lamb. And if the door has not been lost, {0} still plays there today. The end."
 )
 ALPHABET = ", ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
@@ -183,7 +187,8 @@ def story(draw: Draw) -> Lesson:
     """A fixed story of about 210 tokens about somebody."""
     name = draw.person()
     ask = draw.pick(
-        ("Tell me a story about {}.", "Tell a story about {}.", "Write a story about {}.", "Please tell me a story about {}.",
+        ("Tell me a story about {}.", "Tell a story about {}.", "Write a story about {}.",
+         "Please tell me a story about {}.",
          "I want to hear a story about {}.", "Tell me a long story about {}.")
     )  # fmt: skip
     high = f"The user wants a story about {name}. I know one story. I tell it with the name {name}."

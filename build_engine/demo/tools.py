@@ -1,7 +1,7 @@
 """Function calls and answers from their results: weather, time, money, reminders, messages and phone numbers.
 
-Invariant: arguments are JSON text without spaces, in the declared order of the parameters; the analysis names every
-argument before the call. Knows nothing of how calls are rendered.
+Invariant: arguments are JSON text without spaces, in the declared order of the parameters; the analysis names
+every argument before the call. Knows nothing of how calls are rendered.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ WEATHER_ASKS = (
     "Please check the weather in {}.", "What is the temperature in {}?",
 )  # fmt: skip
 TIME_ASKS = (
-    "What time is it in {}?", "What is the time in {}?", "Time in {}?", "Tell me the time in {}.", "How late is it in {}?",
+    "What time is it in {}?", "What is the time in {}?", "Time in {}?", "Tell me the time in {}.",
+    "How late is it in {}?",
     "What's the time in {}?", "What is the local time in {}?",
 )  # fmt: skip
 MONEY_ASKS = (
@@ -46,7 +47,8 @@ MESSAGE_ASKS = (
     "Write to {}: {}",
 )
 PHONE_ASKS = (
-    "What is the phone number of {}?", "Phone number of {}?", "Find the phone number of {}.", "Look up the number of {}.",
+    "What is the phone number of {}?", "Phone number of {}?", "Find the phone number of {}.",
+    "Look up the number of {}.",
     "How can I call {}?",
 )  # fmt: skip
 ERRORS = (
@@ -94,7 +96,8 @@ def _json(draw: Draw, **values: object) -> str:
 
 def weather_tool(draw: Draw) -> Tool:
     description = draw.pick(
-        ("Weather for a city.", "Get the weather for a city.", "Get the current weather in a city.", "Get the current weather.",
+        ("Weather for a city.", "Get the weather for a city.", "Get the current weather in a city.",
+         "Get the current weather.",
          "Returns the weather of a city.", "Get current weather", "Get the weather", "Current weather for a location")
     )  # fmt: skip
     key = draw.pick(("city", "city", "city", "location"))

@@ -1,4 +1,5 @@
-"""The trainer: `python -m gptoss_trt.build_engine.demo.train --out FOLDER`; on a GPU minutes, on a CPU as long as it takes.
+"""The trainer: `python -m gptoss_trt.build_engine.demo.train --out FOLDER`; on a GPU minutes, on a CPU as long as it
+takes.
 
 Invariant: everything that a run needs to go on stands in its state file (masters, optimisers, step, used ids), so
 `--resume` continues it. The last quarter of the steps trains with MXFP4 expert weights and FP8 activations, as the
@@ -82,7 +83,8 @@ def to_device(batch: dict[str, NDArray[Any]], device: torch.device) -> network.B
     """The arrays of one batch as tensors of the types that the network takes."""
     arrays = {name: torch.from_numpy(value).to(device, non_blocking=True) for name, value in batch.items()}
     return network.Batch(
-        arrays["ids"].long(), arrays["docs"], arrays["positions"].long(), arrays["where"].long(), arrays["labels"].long(),
+        arrays["ids"].long(), arrays["docs"], arrays["positions"].long(), arrays["where"].long(),
+        arrays["labels"].long(),
         arrays["weights"],
     )  # fmt: skip
 
@@ -102,7 +104,7 @@ def train_step(run: Run, batch: network.Batch) -> Tensor:
     weights = network.rounded(run.masters) if quantised else network.cloned(run.masters)
     flag = torch.tensor(quantised, device=run.device)
     loss, mean, _ = run.loss(weights, run.shape, batch, run.bank(), run.tables, flag)
-    loss.backward()
+    torch.autograd.backward(loss)
     run.muon.step()
     run.adam.step()
     for value in run.masters.values():
@@ -178,7 +180,7 @@ def _parse(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def widened(packed: Packed, used: list[int]) -> dict[str, Tensor]:
-    """The masters of a packed file with rows for all of `used`; new ids get the random rows of the expanded checkpoint."""
+    """The masters of a packed file, with rows for all of `used`: new ids start from the random rows of `expand`."""
     masters = masters_of(packed)
     embedding, head = vocabulary_rows(packed)
     masters["embedding"], masters["head"] = embedding[used].float(), head[used].float()
@@ -258,9 +260,8 @@ def main(arguments: list[str] | None = None) -> None:
     save_state(run, state)
     loader.close()
     _finish(run, samples, options.out)
-    print(
-        f"{run.step} steps, {run.step * layout.rows * layout.tokens / 1e6:.1f} million tokens, {time.time() - start:.1f} s"
-    )
+    tokens = run.step * layout.rows * layout.tokens / 1e6
+    print(f"{run.step} steps, {tokens:.1f} million tokens, {time.time() - start:.1f} s")
 
 
 if __name__ == "__main__":

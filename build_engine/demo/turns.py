@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from gptoss_trt.build_engine.demo import arithmetic, facts, talk, text, tools
-from gptoss_trt.build_engine.demo.conversation import Exchange, Step
+from gptoss_trt.build_engine.demo.conversation import Call, Exchange, Step
 from gptoss_trt.build_engine.demo.draw import Draw, Lesson
 
 REFUSAL = "Sorry, I do not know that."
@@ -17,7 +19,11 @@ AGAIN_ASKS = (
     "Pardon?",
 )
 LIKES = ("color", "animal", "city", "number", "word")
-WORD_STARTS = ("Tell me about {}.", "What is {}?", "Explain {}.", "Who is {}?", "Why {}?", "How does {} work?", "Write {}.", "{}", "{}?", "Can you {}?", "When was {}?", "{}!", "Describe {}.", "Give me {}.")  # fmt: skip
+WORD_STARTS = (
+    "Tell me about {}.", "What is {}?", "Explain {}.", "Who is {}?", "Why {}?", "How does {} work?", "Write {}.",
+    "{}", "{}?",
+    "Can you {}?", "When was {}?", "{}!", "Describe {}.", "Give me {}.",
+)  # fmt: skip
 
 
 def _plain(user: str, final: str) -> Exchange:
@@ -109,7 +115,7 @@ def follow_weather(draw: Draw, first: int) -> Lesson:
     city = draw.name()
     ask = draw.pick(("And in {}?", "And {}?", "What about {}?", "And how is it in {}?", "Now {}, please."))
     other = tools.weather(draw, city)
-    call = tools.Call("get_weather", f'{{"{job.tool.params[0].name}":"{city}"}}')
+    call = Call("get_weather", f'{{"{job.tool.params[0].name}":"{city}"}}')
     other = tools.Job(job.tool, ask.format(city), call, other.facts, other.result, other.answer, other.reading)
     return Lesson(
         (Exchange(job.user, job.steps(draw)), Exchange(other.user, other.steps(draw))), (job.tool,), first=first
@@ -119,13 +125,14 @@ def follow_weather(draw: Draw, first: int) -> Lesson:
 def follow_like(draw: Draw) -> Lesson:
     """Something that the user likes, told earlier."""
     what = draw.pick(LIKES)
-    thing = {
+    makers: dict[str, Callable[[], str]] = {
         "color": lambda: draw.pick(tuple(facts.COLORS.values())),
         "animal": lambda: draw.pick(tuple(facts.SOUNDS)),
         "city": draw.name,
         "number": lambda: str(draw.number(1, 999)),
         "word": lambda: draw.pick(text.WORDS),
-    }[what]()
+    }
+    thing = makers[what]()
     said = draw.pick(("My favorite {} is {}.", "The {} that I like most is {}.", "I want you to remember a {}: {}."))
     opening = _plain(said.format(what, thing), f"I will remember the {what} {thing}.")
     between = [
