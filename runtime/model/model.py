@@ -58,6 +58,12 @@ class GptOssModel:
             block_tokens=block_tokens,
         )
 
+    def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """k and v of a layer's part of the cache. Raises RuntimeError before allocate_kv."""
+        if self._kv is None:
+            raise RuntimeError("allocate_kv comes before the cache")
+        return self._kv.layer(layer)
+
     @torch.inference_mode()
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Runs a step: writes its keys and values, returns fp32 logits [R, vocab] of batch.logits_rows.

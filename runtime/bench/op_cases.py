@@ -1,0 +1,261 @@
+"""The operators as a step calls them: arguments at a model's sizes, and what each call must read, write and multiply.
+
+Invariant: inputs are random and weights have several copies, so that a caller can keep them out of the cache. A case's
+bytes and operations are those that no implementation avoids. Must not know how calls are timed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from gptoss_trt.build_engine.spec import Formats, ModelConfig, qkv_segments
+from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
+from gptoss_trt.ops import ops
+from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
+from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
+from gptoss_trt.runtime.bench.random_engine import RandomTensors
+
+E4M3 = torch.float8_e4m3fn
+H_GROUPS = {"block128": 128, "block64": 64, "static": 0}
+BLOCK_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """`call(i)` runs the op with its i-th copy of weights, of `copies`; bytes and operations of one call."""
+
+    op: str
+    what: str
+    call: Callable[[int], object]
+    copies: int
+    bytes_moved: float
+    fp8_flop: float = 0.0
+    bf16_flop: float = 0.0
+
+
+class Cases:
+    """Cases of one model at `tokens` tokens: `sequences` sequences of one token each, or one prompt."""
+
+    def __init__(self, config: ModelConfig, formats: Formats, device: torch.device, copy_bytes: int) -> None:
+        self._config, self._formats, self._device = config, formats, device
+        self._copy_bytes = copy_bytes  # of weights, over all copies of a case
+        self._tensors = RandomTensors(config, formats, 0, device)
+
+    def make(self, op: str, tokens: int, context: int, decode: bool) -> list[Case]:
+        """The cases of an op; KeyError for an op that has none."""
+        makers: dict[str, Callable[[], list[Case]]] = {
+            "embedding": lambda: [self._embedding(tokens)],
+            "rmsnorm_quant": lambda: [self._rmsnorm(tokens)],
+            "dense": lambda: self._dense(tokens, 1 if not decode else tokens),
+            "kv_slots": lambda: [self._slots(tokens, context, decode)],
+            "rope_kv_append": lambda: [self._rope(tokens)],
+            "attention_decode": lambda: [self._attention(tokens, context, w) for w in (0, self._config.sliding_window)],
+            "attention_prefill": lambda: [self._prefill(tokens, w) for w in (0, self._config.sliding_window)],
+            "moe_route": lambda: [self._route(tokens)],
+            "moe_gate_up": lambda: [self._experts(tokens, True)],
+            "moe_down": lambda: [self._experts(tokens, False)],
+            "moe_combine_norm": lambda: [self._combine(tokens)],
+        }
+        return makers[op]()
+
+    def _bf16(self, *shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, device=self._device) * scale).to(torch.bfloat16)
+
+    def _empty(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def _ints(self, *shape: int) -> torch.Tensor:
+        return self._empty(*shape, dtype=torch.int32)
+
+    def _copies(self, weight_bytes: float) -> int:
+        return max(1, min(16, int(self._copy_bytes // max(1, weight_bytes))))
+
+    def _embedding(self, tokens: int) -> Case:
+        vocab, hidden = self._config.vocab_size, self._config.hidden_size
+        ids = torch.randint(0, vocab, (tokens,), dtype=torch.int32, device=self._device)
+        weight, out = self._bf16(vocab, hidden), self._empty(tokens, hidden)
+        return Case("embedding", "", lambda _: ops.embedding(ids, weight, 0, out), 1, 4 * tokens * hidden)
+
+    def _rmsnorm(self, tokens: int) -> Case:
+        hidden = self._config.hidden_size
+        x, delta, weight = self._bf16(tokens, hidden), self._bf16(tokens, hidden, scale=0.01), self._bf16(hidden)
+        out = (self._empty(tokens, hidden), *self._quantised(tokens, hidden))
+        moved = tokens * hidden * (2 + 2 + 2 + 2 + 1)  # residual read and written, delta, normed, quantised
+        return Case("rmsnorm_quant", "", lambda _: ops.rmsnorm_quant(x, delta, weight, 1e-5, *out), 1, moved)
+
+    def _quantised(self, rows: int, width: int, group: int = 128) -> tuple[torch.Tensor, torch.Tensor | None]:
+        scales = self._empty(-(-width // group), rows, dtype=torch.float32) if group else None
+        return self._empty(rows, width, dtype=E4M3), scales
+
+    def _dense(self, tokens: int, head_rows: int) -> list[Case]:
+        config = self._config
+        qkv, out = "layers.0.attention.qkv", "layers.0.attention.out"
+        return [
+            self._product("qkv", qkv, tokens, config.hidden_size, qkv_segments(config, Mapping())),
+            self._product("out", out, tokens, config.q_size, ()),
+            self._product("lm_head", "lm_head", head_rows, config.hidden_size, ()),
+        ]
+
+    def _product(self, what: str, stem: str, tokens: int, columns: int, segments: tuple[int, ...]) -> Case:
+        fp8 = self._formats.dense == "fp8_block128"
+        first = self._tensors[f"{stem}.weight"]
+        rows = first.shape[0]
+        weight_bytes = rows * columns * WEIGHT_BYTES[self._formats.dense]
+        copies = self._copies(weight_bytes)
+        weights = [first] + [first.clone() for _ in range(copies - 1)]
+        x = self._bf16(tokens, columns)
+        out = self._empty(tokens, rows, dtype=torch.float32 if stem == "lm_head" else torch.bfloat16)
+        moved = weight_bytes + tokens * columns * (1 if fp8 else 2) + out.numel() * out.element_size()
+        flop = 2.0 * tokens * rows * columns
+        if not fp8:
+            return Case("dense", what, lambda i: ops.dense(x, weights[i], None, out), copies, moved, bf16_flop=flop)
+        scale = self._tensors[f"{stem}.weight_scale"]
+        values, scales = self._quantised(tokens, columns)
+        ops.act_quant(x, 128, values, scales)
+
+        def call(i: int) -> None:
+            ops.dense_fp8(values, scales, weights[i], scale, list(segments), None, out)
+
+        return Case("dense_fp8", what, call, copies, moved, fp8_flop=flop)
+
+    def _tables(self, sequences: int, context: int, window: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
+        """Block table, first block and number of blocks of sequences of `context` tokens each."""
+        first = max(0, context - window) // BLOCK_TOKENS if window else 0
+        each = -(-context // BLOCK_TOKENS) - first
+        order = torch.randperm(sequences * each).to(torch.int32)
+        starts = torch.full((sequences,), first, dtype=torch.int32, device=self._device) if window else None
+        return order.reshape(sequences, each).to(self._device), starts, sequences * each
+
+    def _slots(self, tokens: int, context: int, decode: bool) -> Case:
+        sequences = tokens if decode else 1
+        table, _, _ = self._tables(sequences, max(context, tokens if not decode else 1), 0)
+        each = tokens // sequences
+        start = torch.arange(sequences + 1, dtype=torch.int32, device=self._device) * each
+        positions = torch.arange(each, dtype=torch.int32, device=self._device).repeat(sequences)
+        slots = self._ints(tokens)
+        return Case(
+            "kv_slots", "", lambda _: ops.kv_slots(positions, start, table, None, BLOCK_TOKENS, slots), 1, 12.0 * tokens
+        )
+
+    def _rope(self, tokens: int) -> Case:
+        config = self._config
+        cache = [self._cache(-(-tokens // BLOCK_TOKENS)) for _ in range(2)]
+        slots = torch.arange(tokens, dtype=torch.int32, device=self._device)
+        qkv, q = self._bf16(tokens, config.qkv_size), self._empty(tokens, config.num_heads, config.head_dim)
+        table = rope_table(RopeConfig(head_dim=config.head_dim), tokens, self._device)
+        return Case(
+            "rope_kv_append", "", lambda _: ops.rope_kv_append(qkv, slots, table, slots, 1.0, 1.0, q, *cache), 1,
+            4.0 * tokens * config.qkv_size,
+        )  # fmt: skip
+
+    def _cache(self, blocks: int) -> torch.Tensor:
+        return self._bf16(blocks, self._config.num_kv_heads, BLOCK_TOKENS, self._config.head_dim)
+
+    def _attention(self, sequences: int, context: int, window: int) -> Case:
+        config = self._config
+        table, first, blocks = self._tables(sequences, context, window)
+        keys = min(context, window) if window else context
+        kv_bytes = sequences * keys * 2 * config.kv_size * KV_BYTES["bf16"]
+        copies = self._copies(kv_bytes)
+        caches = [(self._cache(blocks), self._cache(blocks)) for _ in range(copies)]
+        contexts = torch.full((sequences,), context, dtype=torch.int32, device=self._device)
+        q, sinks = self._bf16(sequences, config.num_heads, config.head_dim), self._bf16(config.num_heads)
+        out = torch.empty_like(q)
+
+        def call(i: int) -> None:
+            ops.attention_decode(q, *caches[i], table, first, contexts, sinks, window, 0.125, 1.0, 1.0, out)
+
+        flop = 4.0 * sequences * config.q_size * keys
+        what = f"window {window}" if window else "full"
+        return Case("attention_decode", what, call, copies, kv_bytes + 4 * q.numel(), bf16_flop=flop)
+
+    def _prefill(self, tokens: int, window: int) -> Case:
+        config = self._config
+        table, _, blocks = self._tables(1, tokens, 0)
+        k, v = self._cache(blocks), self._cache(blocks)
+        start = torch.tensor([0, tokens], dtype=torch.int32, device=self._device)
+        q, sinks = self._bf16(tokens, config.num_heads, config.head_dim), self._bf16(config.num_heads)
+        out = torch.empty_like(q)
+        pairs = tokens * (tokens + 1) / 2
+        seen = min(pairs, tokens * window) if window else pairs
+
+        def call(_: int) -> None:
+            ops.attention_prefill(q, k, v, table, None, start, start[1:], sinks, window, 0.125, 1.0, 1.0, out)
+
+        moved = 4.0 * q.numel() + tokens * 2 * config.kv_size * 2
+        what = f"window {window}" if window else "full"
+        return Case("attention_prefill", what, call, 1, moved, bf16_flop=4.0 * config.q_size * seen)
+
+    def _routing(self, tokens: int) -> tuple[torch.Tensor, ...]:
+        """expert_ids, expert_weights, expert_offsets, active_experts, row_slots."""
+        experts, top_k = self._config.num_experts, self._config.experts_per_token
+        return (
+            self._ints(tokens, top_k), self._empty(tokens, top_k, dtype=torch.float32),
+            self._ints(experts + 1), self._ints(experts + 1), self._ints(tokens * top_k),
+        )  # fmt: skip
+
+    def _route(self, tokens: int) -> Case:
+        config = self._config
+        x, routing = self._bf16(tokens, config.hidden_size), self._routing(tokens)
+        weight, bias = self._tensors["layers.0.moe.router.weight"], self._tensors["layers.0.moe.router.bias"]
+        moved = 2.0 * (x.numel() + weight.numel())
+
+        def call(_: int) -> None:
+            ops.moe_route(x, weight, bias, None, 0, config.num_experts, *routing)
+
+        return Case("moe_route", "", call, 1, moved, bf16_flop=2.0 * tokens * weight.numel())
+
+    def _experts(self, tokens: int, gate_up: bool) -> Case:
+        config, formats = self._config, self._formats
+        hidden, inter, top_k = config.hidden_size, config.intermediate_size, config.experts_per_token
+        name, shape = ("gate_up", (2 * inter, hidden)) if gate_up else ("down", (hidden, inter))
+        parts = ("blocks", "scales") if formats.experts == "mxfp4" else ("weight", "weight_scale")
+        stem = f"layers.0.moe.{name}"
+        plain = [self._tensors[f"{stem}.{part}"] for part in parts]
+        weight, scale, layout = prepare_experts(f"moe_{name}", plain[0], plain[1], formats.weight_layout, shape)
+        bias = self._tensors[f"{stem}.bias"]
+        routing = self._routing(tokens)
+        router, zeros = self._tensors["layers.0.moe.router.weight"], torch.zeros_like(bias[:, 0])
+        x = self._bf16(tokens, hidden)
+        ops.moe_route(x, router, zeros, None, 0, config.num_experts, *routing)
+        _, weights, offsets, active, slots = routing
+        used = int(active[0])
+        weight_bytes = shape[0] * shape[1] * WEIGHT_BYTES[formats.experts]
+        copies = self._copies(config.num_experts * weight_bytes)
+        stored = [weight] + [weight.clone() for _ in range(copies - 1)]
+        group = H_GROUPS[formats.h_scale]
+        h = self._quantised(tokens * top_k, inter, group)
+        flop = 2.0 * tokens * top_k * shape[0] * shape[1]
+        what = f"{used} experts"
+        if gate_up:
+            values, scales = self._quantised(tokens, hidden)
+            ops.act_quant(x, 128, values, scales)
+
+            def call(i: int) -> None:
+                where = (offsets, active, slots, top_k, config.swiglu_limit, config.swiglu_alpha, layout, group)
+                ops.moe_gate_up(values, scales, stored[i], scale, bias, *where, *h)
+        else:
+            ops.act_quant(self._bf16(tokens * top_k, inter), group, *h)
+            out = self._empty(tokens, top_k, hidden)
+
+            def call(i: int) -> None:
+                ops.moe_down(*h, stored[i], scale, bias, weights, offsets, active, slots, layout, group, out)
+
+        moved = used * weight_bytes + tokens * top_k * (inter + hidden * (1 if gate_up else 2))
+        return Case(f"moe_{name}", what, call, copies, moved, fp8_flop=flop)
+
+    def _combine(self, tokens: int) -> Case:
+        config = self._config
+        hidden, top_k = config.hidden_size, config.experts_per_token
+        rows, residual, weight = self._bf16(tokens, top_k, hidden), self._bf16(tokens, hidden), self._bf16(hidden)
+        ids = torch.randint(0, config.num_experts, (tokens, top_k), dtype=torch.int32, device=self._device)
+        out = (self._empty(tokens, hidden), *self._quantised(tokens, hidden))
+        moved = tokens * hidden * (2 * top_k + 2 + 2 + 2 + 1)
+
+        def call(_: int) -> None:
+            ops.moe_combine_norm(rows, ids, 0, config.num_experts, residual, weight, 1e-5, *out)
+
+        return Case("moe_combine_norm", "", call, 1, moved)
