@@ -24,9 +24,8 @@ from gptoss_trt.runtime.harmony.render import reasoning_effort, response_schema
 from gptoss_trt.runtime.harmony.tools import Tools, read_tools
 from gptoss_trt.runtime.openai.errors import RequestError
 from gptoss_trt.runtime.openai.fields import MAX_LOGPROBS, GenerationFields, read_fields
+from gptoss_trt.runtime.openai.guided import AnswerFormat, answer_format, check_schema
 
-MAX_SCHEMA_BYTES = 1 << 16
-MAX_SCHEMA_DEPTH = 32
 MAX_TOOLS = 128
 
 _function_name = re.compile(r"[A-Za-z0-9_.-]{1,64}", re.ASCII)
@@ -51,11 +50,17 @@ class ChatRequest(GenerationFields):
     verbosity: str = "medium"
 
     _tools: Tools = PrivateAttr(default_factory=Tools)
+    _format: AnswerFormat | None = PrivateAttr(default=None)
 
     @property
     def tools_offered(self) -> Tools:
         """Functions and built-in tools of the request; none with tool_choice "none"."""
         return self._tools
+
+    @property
+    def wanted_format(self) -> AnswerFormat | None:
+        """What the content must be, if the request says so."""
+        return self._format
 
     @property
     def forced_tools(self) -> list[str]:
@@ -87,6 +92,7 @@ def read_chat(request: Any) -> ChatRequest:
         reasoning_effort(chat.body())
         _check_tools(read_tools({"tools": chat.tools}), chat)
         _check_format(chat)
+        chat._format = answer_format(chat, chat.body())
         read_conversation(chat.body(), chat._tools.names)
     except ConversationError as error:
         raise RequestError(400, error.param, str(error), "invalid_value") from error
@@ -142,7 +148,7 @@ def _check_tools(declared: Tools, chat: ChatRequest) -> None:
             raise RequestError(400, "tools", f"tools: the function name {function.name!r} is given twice")
         seen.add(function.name)
         if function.parameters is not None:
-            _check_schema(function.parameters, "tools", f"the parameters of {function.name!r}")
+            check_schema(function.parameters, "tools", f"the parameters of {function.name!r}")
     _check_tool_choice(declared, chat)
 
 
@@ -167,27 +173,7 @@ def _check_format(chat: ChatRequest) -> None:
     if not _format_name.fullmatch(name):
         reason = "1 to 64 letters, digits, '_' and '-' are allowed"
         raise RequestError(400, "response_format.json_schema.name", f"the name {name!r} is not valid; {reason}")
-    _check_schema(schema, "response_format.json_schema.schema", "the schema")
-    if chat.forced_tools:
-        raise RequestError(400, "response_format", "response_format has no effect when tool_choice forces a call")
-
-
-def _check_schema(schema: Any, param: str, what: str) -> None:
-    size = len(json.dumps(schema, ensure_ascii=False).encode("utf-8", "replace"))
-    if size > MAX_SCHEMA_BYTES:
-        raise RequestError(400, param, f"{param}: {what} has {size} bytes; the limit is {MAX_SCHEMA_BYTES}")
-    depth, level = 0, [schema]
-    while level:
-        depth += 1
-        if depth > MAX_SCHEMA_DEPTH:
-            raise RequestError(400, param, f"{param}: {what} is nested deeper than {MAX_SCHEMA_DEPTH} levels")
-        level = [child for value in level for child in _children(value)]
-
-
-def _children(value: Any) -> list[Any]:
-    if isinstance(value, Mapping):
-        return list(value.values())
-    return list(value) if isinstance(value, list) else []
+    check_schema(schema, "response_format.json_schema.schema", "the schema")
 
 
 def _check_messages(chat: ChatRequest) -> None:
@@ -215,6 +201,9 @@ def _check_limits(chat: ChatRequest) -> None:
         raise RequestError(400, "verbosity", f"verbosity is {chat.verbosity!r}; allowed: 'medium'")
     if chat.top_logprobs and not chat.logprobs:
         raise RequestError(400, "top_logprobs", "top_logprobs needs logprobs to be true")
+    if chat.forced_tools and chat.wanted_format is not None:
+        param = chat.wanted_format.param
+        raise RequestError(400, param, f"{param} has no effect when tool_choice forces a call")
     limit = chat.token_limit
     if limit is not None and limit < 1:
         param = "max_completion_tokens" if chat.max_completion_tokens is not None else "max_tokens"

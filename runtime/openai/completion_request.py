@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import Field, PrivateAttr
 
 from gptoss_trt.build_engine.vocabulary import VOCABULARY_SIZE
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.openai.errors import RequestError
 from gptoss_trt.runtime.openai.fields import MAX_LOGPROBS, GenerationFields, read_fields
+from gptoss_trt.runtime.openai.guided import AnswerFormat, answer_format
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's own
 MAX_PROMPTS = 256
@@ -25,6 +26,13 @@ class CompletionRequest(GenerationFields):
     prompt: Any
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+
+    _format: AnswerFormat | None = PrivateAttr(default=None)
+
+    @property
+    def wanted_format(self) -> AnswerFormat | None:
+        """What the text must be, if the request says so."""
+        return self._format
 
     @property
     def token_limit(self) -> int:
@@ -42,6 +50,9 @@ def read_completion(request: Any) -> CompletionRequest:
     if completion.min_tokens > limit:
         raise RequestError(400, "min_tokens", f"min_tokens is {completion.min_tokens}; max_tokens is {limit}")
     _prompt_list(completion.prompt)
+    completion._format = answer_format(completion, {})
+    if completion._format is not None and completion.ignore_eos:
+        raise RequestError(400, "ignore_eos", f"ignore_eos and {completion._format.param} exclude each other")
     return completion
 
 

@@ -26,14 +26,10 @@ REFUSED = {
     "chat_template": "is not supported; the prompt is Harmony",
     "function_call": "is not supported; use tool_choice",
     "functions": "is not supported; use tools",
-    "guided_choice": "is not supported; use response_format",
     "guided_grammar": "is not supported; use response_format",
-    "guided_json": "is not supported; use response_format",
-    "guided_regex": "is not supported; use response_format",
     "length_penalty": "belongs to beam search, which is not supported",
     "logits_processors": "is not supported",
     "prediction": "is not supported",
-    "structured_outputs": "is not supported; use response_format",
     "suffix": "is not supported",
     "use_beam_search": "is not supported",
     "web_search_options": "is not supported",
@@ -98,6 +94,10 @@ class GenerationFields(BaseModel):
     stream_options: StreamOptions = Field(default_factory=StreamOptions)
     priority: int = 0
     cache_salt: str = ""
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def bias(self) -> tuple[tuple[int, float], ...]:

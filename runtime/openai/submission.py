@@ -6,26 +6,13 @@ reaches the engine or is refused here by name. Must not know sockets or HTTP.
 
 from __future__ import annotations
 
-import json
-import re
-
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.runtime.engine.messages import Guide, Sampling, Submit
-from gptoss_trt.runtime.harmony import Tokenizer
-from gptoss_trt.runtime.harmony.render import response_schema
 from gptoss_trt.runtime.openai.chat_request import ChatRequest
 from gptoss_trt.runtime.openai.completion_request import CompletionRequest
 from gptoss_trt.runtime.openai.errors import RequestError
 from gptoss_trt.runtime.openai.fields import GenerationFields
-
-_END, _MESSAGE, _CONSTRAIN = 200007, 200008, 200003
-# Ways in which a model opens its answer. A guide begins behind any of them.
-_FINAL_HEADERS = (
-    "<|channel|>final<|message|>",
-    "<|channel|>final <|constrain|>json<|message|>",
-    "<|channel|>final<|constrain|>json<|message|>",
-    "<|channel|>final json<|message|>",
-)
+from gptoss_trt.runtime.openai.guided import call_rules, forced_guide, plain_guide, turn_guide
 
 
 def chat_submit(chat: ChatRequest, request_id: str, token_ids: list[int], *, max_context: int) -> Submit:
@@ -58,6 +45,7 @@ def completion_submit(
     max_tokens 0 (echo) asks for one token, which the answer leaves out: the engine has no request without one.
     """
     harmony = () if completion.ignore_eos else HARMONY_STOP_IDS
+    stop_ids = tuple(dict.fromkeys((*harmony, *completion.stop_token_ids)))
     limit = max(1, completion.token_limit)
     return Submit(
         request_id=request_id,
@@ -65,13 +53,14 @@ def completion_submit(
         max_tokens=_fitting_limit(limit, len(token_ids), max_context),
         min_tokens=completion.min_tokens,
         sampling=sampling(completion),
-        stop_ids=tuple(dict.fromkeys((*harmony, *completion.stop_token_ids))),
+        stop_ids=stop_ids,
         logit_bias=completion.bias,
         logprobs=completion.logprobs,
         prompt_logprobs=completion.logprobs if completion.echo else None,
         n=completion.n,
         priority=completion.priority,
         cache_salt=completion.cache_salt,
+        guides=plain_guide(completion.wanted_format, stop_ids),
     )
 
 
@@ -103,19 +92,10 @@ def _fitting_limit(limit: int | None, prompt_tokens: int, max_context: int) -> i
 
 
 def _guides(chat: ChatRequest) -> tuple[Guide, ...]:
-    """Grammars over the final channel's text, or over the name of a forced call; never over analysis."""
-    encode = Tokenizer.load().encode
-    end_ids = (_END, *HARMONY_STOP_IDS)
-    wanted = response_schema(chat.body())
-    if wanted is not None:
-        name, _, schema = wanted
-        plain_object = name == "json_object" and schema == {"type": "object"}
-        kind, grammar = ("json_object", "") if plain_object else ("json_schema", json.dumps(schema))
-        return tuple(
-            Guide("json_object" if kind == "json_object" else "json_schema", grammar, tuple(encode(header)), end_ids)
-            for header in _FINAL_HEADERS
-        )
-    names = chat.forced_tools
-    if len(names) > 1:
-        return (Guide("regex", f"({'|'.join(map(re.escape, names))}) ?", (), (_CONSTRAIN, _MESSAGE)),)
-    return ()
+    """The grammar of the turn, or of a forced call's name and arguments; never of analysis."""
+    rules = call_rules(chat.tools)
+    forced = chat.forced_tools
+    if forced:
+        return forced_guide([rule for rule in rules if rule.name in forced])
+    offered = chat.tools_offered
+    return turn_guide(chat.wanted_format, [rule for rule in rules if rule.name in offered.names], offered.builtins)

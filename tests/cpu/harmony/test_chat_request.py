@@ -47,12 +47,11 @@ def test_case(case):
 def test_case_h_fmt_01_is_enforced_on_the_final_channel_only():
     chat = read_chat(CASES["h-fmt-01"]["input_request"])
     guides = chat_submit(chat, "r", [1], max_context=100).guides
-    assert {guide.kind for guide in guides} == {"json_schema"}
-    for guide in guides:
-        assert json.loads(guide.grammar) == SCHEMA["schema"]
-        assert TOKENIZER.decode(guide.trigger).startswith("<|channel|>final")
-        assert guide.trigger[-1] == 200008
-        assert 200007 in guide.end_ids
+    (guide,) = guides
+    assert (guide.kind, guide.trigger, guide.end_ids) == ("ebnf", (), ()), "the grammar is the whole turn's"
+    (answer,) = [line for line in guide.grammar.splitlines() if line.startswith("answer: %json ")]
+    assert json.loads(answer.removeprefix("answer: %json ")).items() >= SCHEMA["schema"].items()
+    assert 'thought: <[200005]> "analysis" <[200008]> text' in guide.grammar
 
 
 def test_case_h_stop_03_ignore_eos_is_refused_on_chat():
@@ -127,7 +126,8 @@ REFUSED = [
     ({"audio": {"voice": "x"}}, "audio", ["text"]),
     ({"modalities": ["text", "audio"]}, "modalities", ["audio"]),
     ({"functions": [{"name": "f"}]}, "functions", ["tools"]),
-    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", ["response_format"]),
+    ({"guided_json": {}, "guided_regex": "a"}, "guided_regex", ["guided_json", "exclude"]),
+    ({"guided_grammar": "root ::= 'a'"}, "guided_grammar", ["response_format"]),
     ({"skip_special_tokens": False}, "skip_special_tokens", []),
     ({"use_beam_search": True}, "use_beam_search", []),
     ({"best_of": 2}, "best_of", ["n"]),
@@ -231,11 +231,15 @@ def test_schema_limits():
 def test_forced_tool_calls():
     one = read_chat({"messages": HI, "tools": [WEATHER], "tool_choice": "required"})
     assert TOKENIZER.decode(forced_prefix(one)).endswith("to=functions.get_weather <|constrain|>json<|message|>")
-    assert chat_submit(one, "r", [1], max_context=10).guides == ()
+    (guide,) = chat_submit(one, "r", [1], max_context=10).guides
+    assert guide.grammar.startswith("start: arguments <[200012]>\n")
     two = read_chat({"messages": HI, "tools": [WEATHER, OTHER], "tool_choice": "required"})
     assert TOKENIZER.decode(forced_prefix(two)).endswith("to=functions.")
     (guide,) = chat_submit(two, "r", [1], max_context=10).guides
-    assert (guide.kind, guide.grammar, guide.trigger) == ("regex", "(get_weather|other) ?", ())
+    assert [name for name in ("get_weather", "other", "third") if f'"{name}"' in guide.grammar] == [
+        "get_weather",
+        "other",
+    ]
     for choice in ("auto", "none"):
         assert forced_prefix(read_chat({"messages": HI, "tools": [WEATHER], "tool_choice": choice})) == []
 
