@@ -47,8 +47,10 @@ def is_decode(batch: StepBatch) -> bool:
 
 @dataclass
 class _Graph:
-    """One shape: its buffers, the captured work (None on a CPU), its output and a pinned place for the tokens."""
+    """One shape: whether it ends with tokens, its buffers, the captured work (None on a CPU), its output and a pinned
+    place for the tokens."""
 
+    draws: bool
     buffers: StepBuffers
     work: torch.cuda.CUDAGraph | None
     output: torch.Tensor
@@ -97,10 +99,11 @@ class DecodeGraphs:
         self._graph(draws, padded_rows(rows), padded_width(blocks))
 
     @torch.inference_mode()
-    def run_again(self) -> None:
-        """The last step once more, eagerly, with the inputs that still are in its buffers (for measuring)."""
+    def run_again(self) -> torch.Tensor:
+        """The last step once more, eagerly, with the inputs that still are in its buffers: tokens int32 [padded R] or
+        logits [padded R, vocabulary], as that step gave. For measuring and comparing."""
         graph = self._last_graph()
-        self._step(True, graph.buffers)
+        return self._step(graph.draws, graph.buffers)
 
     @property
     def last_work(self) -> torch.cuda.CUDAGraph | None:
@@ -132,7 +135,7 @@ class DecodeGraphs:
             pinned = self._device.type == "cuda"
             host = torch.empty(rows, dtype=torch.int32, pin_memory=pinned)
             work, output = self._capture(draws, buffers)
-            self._graphs[key] = _Graph(buffers, work, output, host)
+            self._graphs[key] = _Graph(draws, buffers, work, output, host)
         return self._graphs[key]
 
     def _step(self, draws: bool, buffers: StepBuffers) -> torch.Tensor:

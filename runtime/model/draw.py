@@ -20,11 +20,11 @@ def draw_tokens(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Te
     """
     best = logits.max(-1)
     greedy = temperature == 0
-    scale = torch.where(greedy, 1.0, temperature)
+    scale = temperature.masked_fill(greedy, 1.0)
     weights = (logits - best.values[:, None]).div_(scale[:, None]).exp_()
     drawn = columns(weights, share[:, None])[:, 0]
     tokens = torch.where(greedy, best.indices, drawn)
-    return torch.where(torch.isfinite(best.values), tokens, NOT_FINITE).to(torch.int32)
+    return tokens.masked_fill(~torch.isfinite(best.values), NOT_FINITE).to(torch.int32)
 
 
 def columns(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
