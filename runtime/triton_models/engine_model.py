@@ -81,7 +81,7 @@ class EngineModel(ABC):
 
     def responder(self, request: Any) -> TritonResponder:
         """The way back to a request."""
-        return TritonResponder(request)
+        return TritonResponder(request, decoupled=self.decoupled)
 
     def finalize(self) -> None:
         """Ends what is open and the connection; the engine leaves when its last connection has gone."""

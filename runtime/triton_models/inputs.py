@@ -30,6 +30,11 @@ class RefusalError(ValueError):
         self.code: RefusalCode = code
         self.engine_code = engine_code
 
+    @property
+    def client_is_gone(self) -> bool:
+        """Whether nobody waits for this error."""
+        return self.code == "CANCELLED" and self.engine_code is None
+
 
 class Inputs:
     """Reads one request's tensors by the names of `tensorrt_llm` (or the model's own, where they are the same).

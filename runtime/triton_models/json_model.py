@@ -71,8 +71,8 @@ class JsonAnswer:
 class JsonResponder(TritonResponder):
     """Turns every error into OpenAI's: a TritonError with that text, or the last response once there has been one."""
 
-    def __init__(self, request: Any) -> None:
-        super().__init__(request)
+    def __init__(self, request: Any, *, decoupled: bool) -> None:
+        super().__init__(request, decoupled=decoupled)
         self._begun = False
 
     def send(self, arrays: Arrays, *, final: bool) -> None:
@@ -81,10 +81,10 @@ class JsonResponder(TritonResponder):
 
     def fail(self, error: RefusalError) -> None:
         body = _error_body(error)
-        if self._begun:
+        if self._begun and not error.client_is_gone:
             super().send(_response([body]), final=True)
         else:
-            super().fail(RefusalError(json.dumps(body, ensure_ascii=False), error.code))
+            super().fail(RefusalError(json.dumps(body, ensure_ascii=False), error.code, error.engine_code))
 
 
 class JsonModel(EngineModel):
@@ -106,7 +106,7 @@ class JsonModel(EngineModel):
         self.delivery.start("", responder, jobs)
 
     def responder(self, request: Any) -> TritonResponder:
-        return JsonResponder(request)
+        return JsonResponder(request, decoupled=self.decoupled)
 
     @abstractmethod
     def jobs(self, body: Json) -> Jobs:

@@ -53,7 +53,7 @@ class TokenModel(EngineModel):
             raise RefusalError("a stop request must carry the id of the request that it stops, and it has none")
         if not self.delivery.stop(triton_id):
             self.client.cancel(triton_id)  # it may run in another model's instance
-        responder.close(decoupled=self.decoupled)
+        responder.close()
 
     def _submit(self, inputs: Inputs, row: int, want: Wanted) -> Submit:
         submit = generation.submit(inputs, row, _prompt(inputs, row), want=want)

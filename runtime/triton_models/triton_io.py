@@ -51,7 +51,8 @@ def is_decoupled(arguments: Mapping[str, str]) -> bool:
 class TritonResponder:
     """Answers one request. `send` and `fail` are called by one thread, `is_cancelled` by another."""
 
-    def __init__(self, request: Any) -> None:
+    def __init__(self, request: Any, *, decoupled: bool) -> None:
+        self._decoupled = decoupled
         self._sender = request.get_response_sender()
         self._wanted = frozenset(request.requested_output_names())
         self._lock = threading.Lock()
@@ -62,11 +63,16 @@ class TritonResponder:
         self._send(response({name: array for name, array in arrays.items() if name in self._wanted}), final)
 
     def fail(self, error: RefusalError) -> None:
-        self._send(error_response(error), True)
+        """An error as the last response. A client that has gone away gets none where none is due: the gRPC front end of
+        2.51 can die of a write to a stream that is being cancelled."""
+        if error.client_is_gone and self._decoupled:
+            self.close()
+        else:
+            self._send(error_response(error), True)
 
-    def close(self, *, decoupled: bool) -> None:
+    def close(self) -> None:
         """Ends the request without tensors: no response where the model is decoupled, an empty one elsewhere."""
-        if decoupled:
+        if self._decoupled:
             with self._lock:
                 self._done = True
                 self._sender.send(flags=FINAL)
