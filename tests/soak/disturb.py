@@ -1,0 +1,144 @@
+"""What a soak does to its server: kills the engine process, unloads and loads models; and what it watches: memory.
+
+Invariant: a disturbance's window is open before the deed and closes after the server has answered again. Must not know
+the load.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import re
+import statistics
+import time
+import urllib.request
+from dataclasses import dataclass, field
+
+import psutil
+from windows import Windows
+
+from gptoss_trt.runtime.launch.server_binary import LaunchError
+from gptoss_trt.runtime.launch.tritonserver import ENGINE_MODULE, TritonServer
+
+MEMORY_PERIOD_S = 2.0
+KILL_GAP_S = 130.0  # the engine's back-off forgets starts that are 120 s old
+MIB = 1 << 20
+
+
+def engine_processes(server: TritonServer) -> list[psutil.Process]:
+    """The living engine processes of this server's folder."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # it ended between the listing and the look
+            words = process.cmdline()
+            if ENGINE_MODULE in words and any(word.startswith(str(server.folder)) for word in words):
+                found.append(process)
+    return found
+
+
+class Disturber:
+    """Kills engines and reloads models at given moments of a run."""
+
+    def __init__(self, server: TritonServer, windows: Windows, models: tuple[str, ...]) -> None:
+        self._server = server
+        self._windows = windows
+        self._models = models
+        self.kills = self.reloads = 0
+        self.problems: list[str] = []
+        self.recoveries_s: list[float] = []
+
+    async def run(self, seconds: float) -> None:
+        """A kill each KILL_GAP_S (one at least), and between them a reload each 20 s or third of the run."""
+        start = time.monotonic()
+        gap = min(KILL_GAP_S, seconds * 0.8)
+        moments = [(gap * (k + 0.4), self._kill) for k in range(max(1, round(seconds / gap)))]
+        quiet = min(20.0, seconds / 3)
+        moments += [(quiet * (k + 0.6), self._reload) for k in range(int(seconds / quiet))]
+        for moment, deed in sorted(moments, key=lambda entry: entry[0]):
+            if moment > seconds - 5.0:
+                return  # its window must close within the run
+            await asyncio.sleep(max(0.0, start + moment - time.monotonic()))
+            await deed()
+
+    async def _kill(self) -> None:
+        window = self._windows.open()
+        for process in engine_processes(self._server):
+            process.kill()
+            self.kills += 1
+        await self._recovered("engine kill")
+        self.recoveries_s.append(time.monotonic() - window.start)
+        window.close()
+
+    async def _reload(self) -> None:
+        model = self._models[self.reloads % len(self._models)]
+        window = self._windows.open(model)
+        try:
+            await asyncio.to_thread(self._server.control, model, "unload")
+            await asyncio.to_thread(self._server.control, model, "load")
+        except LaunchError as error:
+            self.problems.append(str(error))
+        await self._recovered(f"reload of {model}")
+        self.reloads += 1
+        window.close()
+
+    async def _recovered(self, what: str, timeout_s: float = 60.0) -> None:
+        until = time.monotonic() + timeout_s
+        last = "no try"
+        while time.monotonic() < until:
+            try:
+                await asyncio.to_thread(self._server.first_answer, 20.0)
+                return
+            except LaunchError as error:
+                last = str(error)
+            await asyncio.sleep(0.1)
+        self.problems.append(f"no answer {timeout_s:.0f} s after {what}: {last[:300]}")
+
+
+@dataclass
+class Memory:
+    """Resident MiB of the server, its stubs and its engine over time (seconds since the start), and how late the metrics
+    page is."""
+
+    server: TritonServer
+    samples: list[tuple[float, float, float, float]] = field(default_factory=list)
+    page_ages_s: list[float] = field(default_factory=list)
+    engines: set[int] = field(default_factory=set)
+
+    async def watch(self) -> None:
+        """Samples until it is cancelled."""
+        start = time.monotonic()
+        while True:
+            self.samples.append((round(time.monotonic() - start, 1), *await asyncio.to_thread(self._sample)))
+            self.page_ages_s.append(await asyncio.to_thread(self._page_age_s))
+            await asyncio.sleep(MEMORY_PERIOD_S)
+
+    def _sample(self) -> tuple[float, float, float]:
+        assert self.server.process is not None
+        tree = psutil.Process(self.server.process.pid)
+        engines = engine_processes(self.server)
+        self.engines |= {process.pid for process in engines}
+        names = {process.pid for process in engines}
+        stubs = [process for process in tree.children(recursive=True) if process.pid not in names]
+        return _resident([tree]), _resident(stubs), _resident(engines)
+
+    def _page_age_s(self) -> float:
+        """How old the engine's numbers on the metrics page are."""
+        with urllib.request.urlopen(self.server.metrics_url, timeout=20.0) as answer:
+            page = answer.read().decode()
+        stamps = re.findall(r'^nv_trt_llm_general_metrics\{.*"timestamp".*\} (\S+)$', page, re.MULTILINE)
+        return round(time.time() - float(stamps[0]), 1) if stamps else math.inf
+
+    def growth_mib(self) -> float:
+        """The median total of the last fifth of the samples less that of the second fifth."""
+        totals = [sum(sample[1:]) for sample in self.samples]
+        fifth = max(1, len(totals) // 5)
+        return statistics.median(totals[-fifth:]) - statistics.median(totals[fifth : 2 * fifth] or totals)
+
+
+def _resident(processes: list[psutil.Process]) -> float:
+    total = 0.0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):  # it ended between the listing and the look
+            total += process.memory_info().rss / MIB
+    return round(total, 1)
