@@ -29,7 +29,7 @@ KNOWN_CITIES = tuple(
     ).split()
 )
 
-# Cities that the vocabulary cuts alike with and without a space: every third one (60) is held out.
+# Cities that the vocabulary cuts alike with and without a space: 59 are held out.
 CUT_CITIES = tuple(
     (  # noqa: SIM905
         "Abadan Abidjan Abilene Acapulco Accra Adana Agadir Agra Ajaccio Aleppo Algiers Almaty Amman Amritsar Ancona "
@@ -47,7 +47,7 @@ CUT_CITIES = tuple(
         "Vaduz Varna Vicenza Vilnius Volgograd Windhoek Wroclaw Wuppertal Yaounde Yerevan Zadar"
     ).split()
 )
-HELD_OUT_CITIES = tuple(CUT_CITIES[1::3][:60])
+HELD_OUT_CITIES = tuple(city for city in CUT_CITIES[1::3][:60] if city != "Accra")  # facts name it as a capital
 FIRST_NAMES = tuple(
     (  # noqa: SIM905
         "Alice Anna Ben Bob Carl Carol Clara David Emma Eva Frank George Henry Jack James Jane John Julia Kate Laura "

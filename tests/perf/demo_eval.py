@@ -57,7 +57,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200, help="held-out samples of each kind")
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds")
     parser.add_argument("--engine", type=Path, help="a built engine of the demo")
-    parser.add_argument("--threads", type=int, default=0, help="torch threads")
+    parser.add_argument("--threads", type=int, default=2, help="torch threads")
     parser.add_argument("--json", type=Path, help="file for the counts")
     options = parser.parse_args()
     kinds = [KINDS[name] for name in options.kinds.split(",")]
