@@ -15,7 +15,7 @@ from gptoss_trt.triton_kernels.numerics import dot, to_bf16
 
 MIN_ROWS = 16  # tl.dot needs 16 rows
 PREFILL_ROWS = 128
-SPLIT_KEYS = 512  # keys of one part of a split range: a function of the sequence alone, so batches do not change it
+SPLIT_KEYS = 256  # keys of one part of a split range: a function of the sequence alone, so batches do not change it
 MAX_SPLITS = 64
 LOG2E = tl.constexpr(1.4426950408889634)
 

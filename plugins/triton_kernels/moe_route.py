@@ -1,7 +1,8 @@
 """moe_route: router product, top k, softmax over those k, and the rows of each expert in a fixed order.
 
 Invariant: order by (bf16 logit, lowest index) and rows by (expert, token, slot): no atomics, so the same input gives
-the same bits. Four kernels; counts and offsets never leave the device.
+the same bits; the router product is cut along H into the same parts whatever the number of tokens. Two kernels for few
+tokens, four for many; counts and offsets never leave the device.
 """
 
 from __future__ import annotations
@@ -13,30 +14,33 @@ import triton.language as tl
 from gptoss_trt.triton_kernels.numerics import dot, round_bf16
 
 TOKEN_TILE = 16
-EXPERT_TILE = 32
+EXPERT_TILE = 16
 K_TILE = 128
+K_PART = 512  # of H, for one program: a router is 0.2 to 0.7 MB, which few programs would read slowly
 ROW_TILE = 1024
+SMALL_ENTRIES = 128  # (token, slot) pairs that one program sorts by comparing each with each
 
 
 @triton.jit
-def _logits_kernel(  # type: ignore[no-untyped-def]
+def _product_kernel(  # type: ignore[no-untyped-def]
     x,
     weight,
-    bias,
-    logits,
+    parts,
     tokens,
     experts,
     H: tl.constexpr,
     TILE_T: tl.constexpr,
     TILE_E: tl.constexpr,
     TILE_K: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    """logits fp32 [T, E] = bf16(x @ weight^T + bias)."""
+    """parts fp32 [P, T, E]: x @ weight^T over PART channels each."""
     token = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     expert = tl.program_id(1) * TILE_E + tl.arange(0, TILE_E)
+    part = tl.program_id(2)
     acc = tl.zeros((TILE_T, TILE_E), tl.float32)
-    for k in range(0, H, TILE_K):
-        column = k + tl.arange(0, TILE_K)
+    for k in tl.static_range(0, PART, TILE_K):
+        column = part * PART + k + tl.arange(0, TILE_K)
         inside = column < H
         a = tl.load(
             x + token.to(tl.int64)[:, None] * H + column[None, :],
@@ -49,40 +53,130 @@ def _logits_kernel(  # type: ignore[no-untyped-def]
             other=0.0,
         )
         acc = dot(a, b, acc)
-    acc += tl.load(bias + expert, mask=expert < experts, other=0.0).to(tl.float32)[None, :]
     tl.store(
-        logits + token.to(tl.int64)[:, None] * experts + expert[None, :],
-        round_bf16(acc),
+        parts + (part.to(tl.int64) * tokens + token.to(tl.int64)[:, None]) * experts + expert[None, :],
+        acc,
         mask=(token < tokens)[:, None] & (expert < experts)[None, :],
     )
 
 
 @triton.jit
-def _top_k_kernel(  # type: ignore[no-untyped-def]
-    logits, token_count, expert_ids, expert_weights, experts, E: tl.constexpr, K: tl.constexpr, COUNTED: tl.constexpr
+def _choose(  # type: ignore[no-untyped-def]
+    parts,
+    bias,
+    expert_ids,
+    expert_weights,
+    token,
+    tokens,
+    real,
+    experts,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    TILE_T: tl.constexpr,
 ):
-    """The K best of one token's logits, best first; equal logits by the lower index."""
-    token = tl.program_id(0).to(tl.int64)
+    """The K best of each token's logits bf16(sum of parts + bias), best first, equal ones by the lower index; stores
+    ids and softmax weights of `token` [TILE_T], -1 and 0 where not `real`."""
     index = tl.arange(0, E)
-    value = tl.load(logits + token * experts + index, mask=index < experts, other=-float("inf"))
-    real = token >= 0
+    inside = (token < tokens)[:, None] & (index < experts)[None, :]
+    place = token.to(tl.int64)[:, None] * experts + index[None, :]
+    logits = tl.zeros((TILE_T, E), tl.float32)
+    for part in tl.static_range(PARTS):
+        logits += tl.load(parts + part * tokens.to(tl.int64) * experts + place, mask=inside, other=0.0)
+    logits += tl.load(bias + index, mask=index < experts, other=0.0).to(tl.float32)[None, :]
+    logits = tl.where(inside, round_bf16(logits), -float("inf"))
+    best = tl.max(logits, axis=1)
+    total = tl.zeros((TILE_T,), tl.float32)
+    value = logits
+    for _ in tl.static_range(K):
+        top = tl.max(value, axis=1)
+        chosen = tl.min(tl.where(value == top[:, None], index[None, :], E), axis=1)
+        total += tl.exp(top - best)
+        value = tl.where(index[None, :] == chosen[:, None], -float("inf"), value)
+    value = logits
+    for slot in tl.static_range(K):
+        top = tl.max(value, axis=1)
+        chosen = tl.min(tl.where(value == top[:, None], index[None, :], E), axis=1)
+        share = round_bf16(tl.exp(top - best) / total)
+        tl.store(expert_ids + token * K + slot, tl.where(real, chosen, -1), mask=token < tokens)
+        tl.store(expert_weights + token * K + slot, tl.where(real, share, 0.0), mask=token < tokens)
+        value = tl.where(index[None, :] == chosen[:, None], -float("inf"), value)
+
+
+@triton.jit
+def _top_k_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    bias,
+    token_count,
+    expert_ids,
+    expert_weights,
+    tokens,
+    experts,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    COUNTED: tl.constexpr,
+):
+    """`_choose` for one token."""
+    token = tl.program_id(0) + tl.arange(0, 1)
+    real = token < tokens
     if COUNTED:
         real = token < tl.load(token_count)
-    best = tl.max(value, axis=0)
-    total = 0.0
-    for _ in tl.static_range(K):
-        top = tl.max(value, axis=0)
-        chosen = tl.min(tl.where(value == top, index, E), axis=0)
-        total += tl.exp(top - best)
-        value = tl.where(index == chosen, -float("inf"), value)
-    value = tl.load(logits + token * experts + index, mask=index < experts, other=-float("inf"))
-    for slot in tl.static_range(K):
-        top = tl.max(value, axis=0)
-        chosen = tl.min(tl.where(value == top, index, E), axis=0)
-        share = round_bf16(tl.exp(top - best) / total)
-        tl.store(expert_ids + token * K + slot, tl.where(real, chosen, -1))
-        tl.store(expert_weights + token * K + slot, tl.where(real, share, 0.0))
-        value = tl.where(index == chosen, -float("inf"), value)
+    _choose(parts, bias, expert_ids, expert_weights, token, tokens, real, experts, E, K, PARTS, 1)
+
+
+@triton.jit
+def _small_kernel(  # type: ignore[no-untyped-def]
+    parts,
+    bias,
+    token_count,
+    expert_ids,
+    expert_weights,
+    expert_offsets,
+    active_experts,
+    row_slots,
+    tokens,
+    experts,
+    first_expert,
+    local_experts,
+    E: tl.constexpr,
+    K: tl.constexpr,
+    PARTS: tl.constexpr,
+    COUNTED: tl.constexpr,
+    TILE_T: tl.constexpr,
+    LOCAL: tl.constexpr,
+):
+    """All of routing behind the product, in one program: TILE_T tokens, TILE_T * K entries."""
+    token = tl.arange(0, TILE_T)
+    real = token < tokens
+    if COUNTED:
+        real = token < tl.load(token_count)
+    _choose(parts, bias, expert_ids, expert_weights, token, tokens, real, experts, E, K, PARTS, TILE_T)
+    tl.debug_barrier()  # what other threads stored is read back in another order
+    entry = tl.arange(0, TILE_T * K)
+    count = tokens * K
+    local = tl.load(expert_ids + entry, mask=entry < count, other=-1) - first_expert
+    mine = (local >= 0) & (local < local_experts)
+    key = tl.where(mine, local * (TILE_T * K) + entry, LOCAL * TILE_T * K + entry)  # others behind, in order
+    rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
+    tl.store(row_slots + rank, tl.where(mine, entry, -1), mask=entry < count)
+    expert = tl.arange(0, LOCAL)
+    inside = expert < local_experts
+    begin = tl.sum((mine[None, :] & (local[None, :] < expert[:, None])).to(tl.int32), axis=1)
+    own = tl.sum((mine[None, :] & (local[None, :] == expert[:, None])).to(tl.int32), axis=1)
+    tl.store(expert_offsets + expert, begin, mask=inside)
+    tl.store(expert_offsets + local_experts, tl.sum(mine.to(tl.int32), axis=0))
+    _store_active(active_experts, expert, inside, own > 0)
+
+
+@triton.jit
+def _store_active(active_experts, expert, inside, used):  # type: ignore[no-untyped-def]
+    """The number of used experts, their ids ascending, then -1."""
+    active = (used & inside).to(tl.int32)
+    number = tl.sum(active, axis=0)
+    tl.store(active_experts, number)
+    place = tl.where(active != 0, tl.cumsum(active, axis=0), number + tl.cumsum(1 - active, axis=0))
+    tl.store(active_experts + place, tl.where(active != 0, expert, -1), mask=inside)
 
 
 @triton.jit
@@ -118,17 +212,11 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _active_kernel(expert_offsets, active_experts, experts, E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Local experts with rows, ascending, behind their number; then -1."""
     expert = tl.arange(0, E)
     inside = expert < experts
     begin = tl.load(expert_offsets + expert, mask=inside, other=0)
     end = tl.load(expert_offsets + expert + 1, mask=inside, other=0)
-    active = (end > begin).to(tl.int32)
-    number = tl.sum(active, axis=0)
-    tl.store(active_experts, number)
-    place = 1 + tl.cumsum(active, axis=0) - 1
-    idle = 1 + number + tl.cumsum(1 - active, axis=0) - 1
-    tl.store(active_experts + tl.where(active != 0, place, idle), tl.where(active != 0, expert, -1), mask=inside)
+    _store_active(active_experts, expert, inside, end > begin)
 
 
 def moe_route(
@@ -144,22 +232,32 @@ def moe_route(
     active_experts: torch.Tensor,
     row_slots: torch.Tensor,
 ) -> None:
-    """The op of that name; see ops/schemas.py. Allocates fp32 logits [T, experts]."""
+    """The op of that name; see ops/schemas.py. Allocates fp32 parts of the logits [P, T, experts]."""
     tokens, hidden = x.shape
     experts, top_k = weight.shape[0], expert_ids.shape[1]
+    pieces = triton.cdiv(hidden, K_PART)
+    width, local_width = triton.next_power_of_2(experts), triton.next_power_of_2(num_local_experts)
+    parts = torch.empty((pieces, tokens, experts), dtype=torch.float32, device=x.device)
+    counted = token_count is not None
     if tokens:
-        logits = torch.empty((tokens, experts), dtype=torch.float32, device=x.device)
-        _logits_kernel[(triton.cdiv(tokens, TOKEN_TILE), triton.cdiv(experts, EXPERT_TILE))](
-            x, weight, bias, logits, tokens, experts,
-            H=hidden, TILE_T=TOKEN_TILE, TILE_E=EXPERT_TILE, TILE_K=K_TILE, num_warps=4,
+        _product_kernel[(triton.cdiv(tokens, TOKEN_TILE), triton.cdiv(experts, EXPERT_TILE), pieces)](
+            x, weight, parts, tokens, experts,
+            H=hidden, TILE_T=TOKEN_TILE, TILE_E=EXPERT_TILE, TILE_K=K_TILE, PART=K_PART, num_warps=4,
         )  # fmt: skip
+    tile = triton.next_power_of_2(max(tokens, 1))
+    if tokens and tile * top_k <= SMALL_ENTRIES and triton.next_power_of_2(top_k) == top_k:
+        _small_kernel[(1,)](
+            parts, bias, token_count, expert_ids, expert_weights, expert_offsets, active_experts, row_slots,
+            tokens, experts, first_expert, num_local_experts,
+            E=width, K=top_k, PARTS=pieces, COUNTED=counted, TILE_T=tile, LOCAL=local_width, num_warps=8,
+        )  # fmt: skip
+        return
+    if tokens:
         _top_k_kernel[(tokens,)](
-            logits, token_count, expert_ids, expert_weights, experts,
-            E=triton.next_power_of_2(experts), K=top_k, COUNTED=token_count is not None, num_warps=1,
+            parts, bias, token_count, expert_ids, expert_weights, tokens, experts,
+            E=width, K=top_k, PARTS=pieces, COUNTED=counted, num_warps=1,
         )  # fmt: skip
     _rows_kernel[(num_local_experts,)](
         expert_ids, expert_offsets, row_slots, tokens * top_k, first_expert, TILE=ROW_TILE, num_warps=4
     )
-    _active_kernel[(1,)](
-        expert_offsets, active_experts, num_local_experts, E=triton.next_power_of_2(num_local_experts), num_warps=1
-    )
+    _active_kernel[(1,)](expert_offsets, active_experts, num_local_experts, E=local_width, num_warps=1)
