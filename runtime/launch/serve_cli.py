@@ -48,6 +48,11 @@ class Signals:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._note)
 
+    def ignore(self) -> None:
+        """No signal changes the exit status once all is done: the interpreter would put the default handlers back."""
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_IGN)
+
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         if self.starting:
@@ -121,14 +126,16 @@ def serve(
     except LaunchError as error:
         server.stop(drain_s=0)
         raise click.ClickException(str(error)) from error
-    return _serve_until_signal(server, signals)
+    status = _serve_until_signal(server, signals)
+    signals.ignore()
+    return status
 
 
 def parse_engine_options(texts: Sequence[str]) -> EngineOptions:
-    """Engine options from `name=value` texts; GPTOSS_TRT_THREADS is the default of `threads`. Raises EngineLoadError
-    for an unknown name or a value that the option cannot have."""
+    """Engine options from `name=value` texts. Raises EngineLoadError for an unknown name or a value that the option
+    cannot have."""
     known = {option.name: option for option in fields(EngineOptions)}
-    values: dict[str, Any] = {"threads": settings.read("GPTOSS_TRT_THREADS")}
+    values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
         if not equals or name not in known:

@@ -46,7 +46,7 @@ def test_the_state_folder_is_private(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("texts", "name", "value"),
-    [((), "threads", 2), (("max_batch=8",), "max_batch", 8), (("prefix_cache=false",), "prefix_cache", False)],
+    [((), "threads", 0), (("max_batch=8",), "max_batch", 8), (("prefix_cache=false",), "prefix_cache", False)],
 )
 def test_engine_options_of_serve(texts: tuple[str, ...], name: str, value: object) -> None:
     assert getattr(parse_engine_options(texts), name) == value
