@@ -18,7 +18,7 @@ EXPERT_TILE = 16
 K_TILE = 128
 K_PART = 512  # of H, for one program: a router is 0.2 to 0.7 MB, which few programs would read slowly
 ROW_TILE = 1024
-SMALL_ENTRIES = 128  # (token, slot) pairs that one program sorts by comparing each with each
+SMALL_ENTRIES = 64  # (token, slot) pairs that one program sorts by comparing each with each
 
 
 @triton.jit
@@ -79,10 +79,10 @@ def _choose(  # type: ignore[no-untyped-def]
     ids and softmax weights of `token` [TILE_T], -1 and 0 where not `real`."""
     index = tl.arange(0, E)
     inside = (token < tokens)[:, None] & (index < experts)[None, :]
-    place = token.to(tl.int64)[:, None] * experts + index[None, :]
     logits = tl.zeros((TILE_T, E), tl.float32)
     for part in tl.static_range(PARTS):
-        logits += tl.load(parts + part * tokens.to(tl.int64) * experts + place, mask=inside, other=0.0)
+        line = part * tokens + token.to(tl.int64)
+        logits += tl.load(parts + line[:, None] * experts + index[None, :], mask=inside, other=0.0)
     logits += tl.load(bias + index, mask=index < experts, other=0.0).to(tl.float32)[None, :]
     logits = tl.where(inside, round_bf16(logits), -float("inf"))
     best = tl.max(logits, axis=1)
