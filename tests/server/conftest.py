@@ -118,8 +118,10 @@ class Call:
 
     def cancel(self) -> None:
         self.client.stop_stream(cancel_requests=True)
+        self.client.close()
 
     def close(self) -> None:
+        """Ends the stream. A client that is left to the garbage collector can deadlock the whole test process."""
         self.client.stop_stream()
         self.client.close()
 

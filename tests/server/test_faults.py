@@ -56,6 +56,7 @@ def ends_with_an_error(call: Any) -> str:
     """The text of the error that ends a stream; fails if it ends well or hangs."""
     with pytest.raises(Exception) as caught:
         call.rest(10.0)
+    call.close()
     return str(caught.value)
 
 

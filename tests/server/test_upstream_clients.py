@@ -194,5 +194,5 @@ def test_inflight_client_stops_early(triton: Any, words: Any) -> None:
 def test_inflight_client_cancels(triton: Any, words: Any) -> None:
     call = triton.open("tensorrt_llm", inflight_inputs(list(words.LONG), 2000, True), "cancelled")
     call.next()
-    call.client.stop_stream(cancel_requests=True)
+    call.cancel()
     words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=1.0)
