@@ -97,8 +97,7 @@ class Disturber:
 
 @dataclass
 class Memory:
-    """Resident MiB of the server, its stubs and its engine over time (seconds since the start), and how late the metrics
-    page is."""
+    """Resident MiB of the server, its stubs and its engine over time, and how late the metrics page is."""
 
     server: TritonServer
     samples: list[tuple[float, float, float, float]] = field(default_factory=list)

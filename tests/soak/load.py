@@ -169,19 +169,16 @@ class Load:
         sent, seen = time.monotonic(), Seen(question)
         source = self._clients.open(question.call(self._deadline_s), self._random)
         try:
-            error = await self._failure(question.model, sent, self._receive_all(source, seen))
+            error = await self._failure(question, source, sent, self._receive_all(source, seen))
         finally:
             await source.close()
         if error is not None:
             return error
-        if seen.answer != question.answer:
-            return self.tally.wrong("mixed", f"{question.kind}: {seen.answer!r} instead of {question.answer!r}")
         if not seen.finished:
-            span = self._windows.describe(sent, time.monotonic())
-            how = f"{type(source).__name__}, stream {question.streams}"
-            return self.tally.wrong(
-                "lost", f"{question.kind} ({how}, {span}): {seen.records} records, no finish reason"
-            )
+            return self.tally.wrong("lost", self._story(question, source, sent, f"cut off after {seen.answer!r:.200}"))
+        if seen.answer != question.answer:
+            text = f"{seen.answer!r:.300} instead of {question.answer!r:.300}"
+            return self.tally.wrong("mixed", self._story(question, source, sent, text))
         self.tally.latencies_s.append(time.monotonic() - sent)
         return "answered"
 
@@ -192,13 +189,14 @@ class Load:
         source = self._clients.open(question.call(self._deadline_s), self._random)
         records = self._random.randrange(6)
         try:
-            error = await self._failure(question.model, sent, self._receive_all(source, seen, records))
+            error = await self._failure(question, source, sent, self._receive_all(source, seen, records))
         finally:
             await source.close()
         if error is not None:
             return error
         if not seen.begins_right():
-            return self.tally.wrong("mixed", f"{question.kind}: {seen.answer!r} begins no {question.answer!r:.80}")
+            text = f"{seen.answer!r:.300} begins no {question.answer!r:.80}"
+            return self.tally.wrong("mixed", self._story(question, source, sent, text))
         return "cancelled"
 
     async def _malformed(self) -> str:
@@ -237,14 +235,21 @@ class Load:
                 return
             seen.take(record)
 
-    async def _failure(self, model: str, sent: float, receiving: Awaitable[None]) -> str | None:
+    def _story(self, question: Question, source: AsyncRecordSource, sent: float, what: str) -> str:
+        """A failed request for people: what was asked how and when, and the disturbances it met."""
+        how = f"{question.kind}, {type(source).__name__}, stream {question.streams}"
+        return f"{how}, {self._windows.describe(sent, time.monotonic())}: {what}"
+
+    async def _failure(
+        self, question: Question, source: AsyncRecordSource, sent: float, receiving: Awaitable[None]
+    ) -> str | None:
         """The outcome of a request that failed; None when it did not."""
         try:
             await asyncio.wait_for(receiving, self._deadline_s)
         except ServerError as error:
-            return self._classify(model, sent, error)
+            return self._classify(question.model, sent, error)
         except asyncio.TimeoutError:
-            return self.tally.wrong("lost", f"{model}: neither answer nor error in {self._deadline_s:.0f} s")
+            return self.tally.wrong("lost", self._story(question, source, sent, "neither answer nor error in time"))
         return None
 
     def _classify(self, model: str, sent: float, error: ServerError) -> str:
@@ -252,4 +257,4 @@ class Load:
         if self._windows.excuse(model, sent, time.monotonic(), f"{error.status} {error.message}"):
             return "interrupted"
         span = self._windows.describe(sent, time.monotonic())
-        return self.tally.wrong("lost", f"{model} ({span}): an error outside of any disturbance: {error}")
+        return self.tally.wrong("lost", f"{model}, {span}: an error outside of any disturbance: {error}")

@@ -1,0 +1,1 @@
+"""`gptoss-trt top`: a live view of a server's metrics page."""
