@@ -42,11 +42,12 @@ def columns(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
     inside = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
     values = weights.gather(1, inside.clamp(max=width - 1)).masked_fill(inside >= width, 0.0)
     before = running.gather(1, block) - sums.gather(1, block)
-    return block * DRAW_BLOCK + _passes(values.cumsum(-1), target - before)
+    return (block * DRAW_BLOCK + _passes(values.cumsum(-1), target - before)).clamp(max=width - 1)
 
 
 def _passes(running: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first column of each row whose running sum is above `target`; never one that adds nothing."""
+    """The first column of each row whose running sum is above `target`; never one that adds nothing, and one that exists
+    where the sums are NaN."""
     choice = torch.searchsorted(running, target, right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous())  # rounding may put the target on the total
-    return torch.minimum(choice, last)
+    return torch.minimum(choice, last).clamp(max=running.shape[1] - 1)

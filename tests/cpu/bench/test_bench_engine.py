@@ -1,0 +1,88 @@
+"""`bench engine` and `bench ops` on a CPU with the tiny model: records, refusals, cells that fail."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from gptoss_trt.client.bench.cli import bench
+from gptoss_trt.runtime.bench.cells import Bench
+
+FIELDS = {
+    "card", "commit", "date", "model", "experts", "dense", "kv", "weight_layout", "h_scale", "tp", "kind", "context",
+    "ms", "graph_ms", "tok_s", "distinct_experts", "share_of_bound", "usd_per_mtok",
+}  # fmt: skip
+TINY = ("engine", "--model", "tiny", "--random", "--device", "cpu", "--block-tokens", "16", "--quick", "--steps", "3")
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(bench, [*arguments], catch_exceptions=False)
+
+
+def records(result: Result) -> list[dict[str, object]]:
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_every_cell_is_one_record(tmp_path: Path) -> None:
+    out = tmp_path / "results.jsonl"
+    result = run(*TINY, "--decode", "40:1,3", "--prefill", "20", "--json", "--commit", "abc", "--out", str(out))
+    assert result.exit_code == 0, result.output
+    first, second, third = records(result)
+    assert [json.loads(line) for line in out.read_text().splitlines()] == [first, second, third]
+    assert set(first) >= FIELDS | {"batch"} and set(third) >= FIELDS | {"tokens"}
+    assert (first["batch"], second["batch"], third["tokens"]) == (1, 3, 20)
+    assert first["commit"] == "abc" and first["graph_ms"] is None and first["kv_fill"] == "random"
+    assert first["distinct_experts"] == 4.0
+    for values in (first, second, third):
+        count = values.get("batch", values.get("tokens"))
+        assert values["tok_s"] == pytest.approx(count / values["ms"] * 1e3, rel=1e-2)  # type: ignore[operator]
+        cost = 3.0 / 3600 / values["tok_s"] * 1e6  # type: ignore[operator]
+        assert values["usd_per_mtok"] == pytest.approx(cost, rel=1e-2)
+
+
+def test_fp8_storages_and_people_s_lines() -> None:
+    result = run(*TINY, "--decode", "20:2", "--experts", "fp8_block128", "--dense", "fp8_block128", "--layers", "3")
+    assert result.exit_code == 0, result.output
+    assert "tiny decode batch 2 at 20" in result.stdout and "USD/Mtok" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("engine", "--model", "tiny"), "either --random or --engine"),
+        ((*TINY, "--decode", "1024"), "not a context and batch sizes"),
+        ((*TINY, "--prefill", "0,4"), "the least is 1"),
+        ((*TINY, "--prefill", "a"), "not a list of numbers"),
+        (("ops", "--op", "moe_rout"), "no case for operator 'moe_rout'"),
+    ],
+)
+def test_wrong_options_are_refused(arguments: tuple[str, ...], text: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2 and text in result.output
+
+
+def test_a_cell_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(self: Bench, context: int, batch: int) -> object:
+        raise RuntimeError(f"no memory for {batch} at {context}")
+
+    monkeypatch.setattr(Bench, "decode", broken)
+    result = run(*TINY, "--decode", "20:2", "--prefill", "10", "--json")
+    assert result.exit_code == 1
+    assert [values["kind"] for values in records(result)] == ["prefill"]
+    assert "no memory for 2 at 20" in result.stderr and "1 cells failed" in result.stderr
+
+
+def test_every_op_has_a_case(tmp_path: Path) -> None:
+    out = tmp_path / "ops.jsonl"
+    result = run("ops", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prefill", "5", "--context", "70",
+                 "--out", str(out))  # fmt: skip
+    assert result.exit_code == 0, result.output
+    found = {values["op"] for values in records(result)}
+    assert found == {
+        "embedding", "rmsnorm_quant", "dense", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
+        "moe_route", "moe_gate_up", "moe_down", "moe_combine_norm",
+    }  # fmt: skip
+    assert all(values["us"] > 0 and values["implementation"] == "cpu" for values in records(result))  # type: ignore[operator]

@@ -1,0 +1,85 @@
+"""Tokens that the model draws are those that the sampler would choose, and only steps that want no more take that
+way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+
+import pytest
+import torch
+
+from gptoss_trt.runtime.engine.messages import Sampling, Submit
+from gptoss_trt.runtime.engine.plain_decode import decode_plain, is_plain
+from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler
+from gptoss_trt.runtime.engine.scheduler import Work
+from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.steps import assemble
+from gptoss_trt.runtime.model.batch import StepBatch
+from gptoss_trt.runtime.model.draw import draw_tokens
+
+VOCABULARY = 3000
+
+
+class Drawing:
+    """Draws from given logits."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        self.logits = logits
+
+    def decode(self, batch: StepBatch, temperature: Items[float], share: Items[float]) -> list[int]:
+        assert len(batch.context_lens) == len(self.logits)
+        tokens: list[int] = draw_tokens(self.logits, torch.tensor(temperature), torch.tensor(share)).tolist()
+        return tokens
+
+
+def work(sampling: Sampling | None = None, *, seed: int = 5, output: int = 3, **changes: object) -> Work:
+    submit = Submit("r", (1, 2, 3), 50, sampling=sampling or Sampling(), **changes)  # type: ignore[arg-type]
+    request = Request((0, "r"), submit, 0, 0, seed, b"")
+    sequence = Sequence(request, 0, [1, 2, 3, *range(output)], computed=2 + output)
+    sequence.table.full, sequence.table.window = [0, 1], [0, 1]
+    return Work(sequence, 2 + output, 1, 1)
+
+
+def test_tokens_are_the_samplers() -> None:
+    works = [work(Sampling(temperature=t), seed=s) for s in range(8) for t in (0.0, 0.3, 1.0, 1.7)]
+    logits = torch.randn(len(works), VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
+    logits[4] = float("nan")
+    got = decode_plain(Drawing(logits), assemble(works, 4, "cpu"), works)
+    want = Sampler().sample(logits.clone(), [w.sequence for w in works])
+    assert got[4].failure == want[4].failure == NOT_FINITE
+    assert [o.token for i, o in enumerate(got) if i != 4] == [o.token for i, o in enumerate(want) if i != 4]
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        work(),
+        work(Sampling(temperature=0.0, top_p=0.5)),
+        work(Sampling(top_k=1)),
+        work(stop_ids=(7,), min_tokens=2),
+        work(min_tokens=40),
+    ],
+)
+def test_plain_steps(plain: Work) -> None:
+    assert is_plain([plain, work()])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        work(Sampling(top_k=5)),
+        work(Sampling(top_p=0.9)),
+        work(Sampling(min_p=0.1)),
+        work(Sampling(repetition_penalty=1.1)),
+        work(Sampling(presence_penalty=0.1)),
+        work(Sampling(frequency_penalty=0.1)),
+        work(logit_bias=((4, 1.0),)),
+        work(bad_sequences=((4,),)),
+        work(logprobs=0),
+        work(stop_ids=(7,), min_tokens=40),
+        Work(work().sequence, 1, 2, 1),
+        Work(work().sequence, 0, 1, 0),
+    ],
+)
+def test_steps_that_want_more(other: Work) -> None:
+    assert not is_plain([work(), other])
