@@ -66,6 +66,18 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
       : "memory");
 }
 
+// Four bytes from device to shared memory without waiting; zeros when not `present`.
+__device__ __forceinline__ void copy_word_async(uint32_t target, const void* source, bool present) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
+               "r"(present ? 4 : 0)
+               : "memory");
+}
+
+// Waits for all of the calling thread's copy_word_async.
+__device__ __forceinline__ void copies_wait_all() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
+
 // Orders ordinary writes to shared memory before reads by WGMMA or the copy engine.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -147,7 +147,6 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
   p.out_scale = args.out_scale;
   if (workspace != nullptr) {
     p.split_tickets = reinterpret_cast<int32_t*>(workspace + layout.split_tickets);
-    p.group_tickets = reinterpret_cast<int32_t*>(workspace + layout.group_tickets);
     p.h_values = reinterpret_cast<float*>(workspace + layout.h_values);
     p.partials = reinterpret_cast<float*>(workspace + layout.partials);
   }

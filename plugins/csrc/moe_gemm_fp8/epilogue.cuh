@@ -1,5 +1,5 @@
-// What becomes of a sum: SwiGLU and quantisation of the first product, routing weight and output
-// of the second. Shared by both plans, so that they round alike.
+// What becomes of a sum: SwiGLU and the static quantisation of the first product, routing weight
+// and output of the second. Shared by both plans, so that they round alike.
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_EPILOGUE_CUH_
 #define GPTOSS_TRT_MOE_GEMM_FP8_EPILOGUE_CUH_
 
@@ -33,39 +33,6 @@ __device__ __forceinline__ float swiglu(float gate, float up, float limit, float
 
 __device__ __forceinline__ uint8_t quantise_static(float value) {
   return to_e4m3(value * (1.0f / kStaticScale));
-}
-
-// One warp quantises channels [first, last) of one sorted row of h from h_values: scale = amax /
-// 448 (1 where that is 0), value = h / scale, both by IEEE division. Not inlined: its registers
-// would make the kernel spill.
-static __device__ __noinline__ void quantise_group(const Params& p, int row, int group) {
-  const int lane = threadIdx.x % 32;
-  const int channels = p.n / 2;
-  const int first = group * p.scale_group;
-  const int last = min(first + p.scale_group, channels);
-  const float* values = p.h_values + static_cast<int64_t>(row) * channels;
-  constexpr int kPerLane = 4;
-  float mine[kPerLane];
-  float amax = 0.0f;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int channel = first + lane + 32 * i;
-    mine[i] = channel < last ? __ldcg(values + channel) : 0.0f;
-    amax = fmaxf(amax, fabsf(mine[i]));
-  }
-#pragma unroll
-  for (int step = 16; step > 0; step /= 2) {
-    amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
-  }
-  float scale = __fdiv_rn(amax, kE4m3Max);
-  if (scale == 0.0f) scale = 1.0f;
-  uint8_t* out = static_cast<uint8_t*>(p.out) + static_cast<int64_t>(row) * channels;
-#pragma unroll
-  for (int i = 0; i < kPerLane; ++i) {
-    const int channel = first + lane + 32 * i;
-    if (channel < last) out[channel] = to_e4m3(__fdiv_rn(mine[i], scale));
-  }
-  if (lane == 0) p.out_scale[static_cast<int64_t>(group) * p.rows + row] = scale;
 }
 
 // out[slot, channel .. channel + 1] = weight x the two sums, rounded once.

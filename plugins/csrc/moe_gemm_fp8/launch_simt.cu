@@ -9,12 +9,9 @@ cudaError_t launch_simt(Storage storage, const Params& params, const LaunchOptio
   const dim3 grid(params.strips, params.rows);
   kernel<<<grid, kSimtThreads, 0, options.stream>>>(params, options.gate_up ? 1 : 0,
                                                     options.x_scale_per_64 ? 64 : 128);
-  if (options.gate_up) {
-    const int group = params.scale_group == 0 ? kRecordColumns : params.scale_group;
-    quantise_kernel<<<dim3(ceil_div(params.n / 2, group), params.rows), 32, 0, options.stream>>>(
-        params);
-  }
-  return cudaGetLastError();
+  const cudaError_t error = cudaGetLastError();
+  if (error != cudaSuccess || !options.gate_up) return error;
+  return launch_quantise(params, options);
 }
 
 }  // namespace gptoss::moe

@@ -7,17 +7,28 @@ namespace {
 using Kernel = void (*)(const Params);
 
 template <Storage kStorage>
-Kernel select(const LaunchOptions& options) {
-  if (options.gate_up) return moe_gemm_wgmma_kernel<kStorage, Product::kGateUp, false>;
-  if (options.x_scale_per_64) return moe_gemm_wgmma_kernel<kStorage, Product::kDown, true>;
-  return moe_gemm_wgmma_kernel<kStorage, Product::kDown, false>;
+Kernel select(Kind kind) {
+  switch (kind) {
+    case Kind::kGateUpStatic:
+      return moe_gemm_wgmma_kernel<kStorage, Kind::kGateUpStatic>;
+    case Kind::kGateUpGroups:
+      return moe_gemm_wgmma_kernel<kStorage, Kind::kGateUpGroups>;
+    case Kind::kDown:
+      return moe_gemm_wgmma_kernel<kStorage, Kind::kDown>;
+    case Kind::kDownPer64:
+      return moe_gemm_wgmma_kernel<kStorage, Kind::kDownPer64>;
+  }
+  return nullptr;
 }
 
 }  // namespace
 
 cudaError_t launch_wgmma(Storage storage, const Params& params, const LaunchOptions& options) {
-  const Kernel kernel = storage == Storage::kMxfp4 ? select<Storage::kMxfp4>(options)
-                                                   : select<Storage::kFp8>(options);
+  const Kind gate_up = params.scale_group == 0 ? Kind::kGateUpStatic : Kind::kGateUpGroups;
+  const Kind down = options.x_scale_per_64 ? Kind::kDownPer64 : Kind::kDown;
+  const Kind kind = options.gate_up ? gate_up : down;
+  const Kernel kernel =
+      storage == Storage::kMxfp4 ? select<Storage::kMxfp4>(kind) : select<Storage::kFp8>(kind);
   const cudaError_t error = cudaFuncSetAttribute(
       kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, params.shared.total_bytes);
   if (error != cudaSuccess) return error;
@@ -31,7 +42,9 @@ cudaError_t launch_wgmma(Storage storage, const Params& params, const LaunchOpti
   config.stream = options.stream;
   config.attrs = &attribute;
   config.numAttrs = options.dependent_launch ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, params);
+  if (launched != cudaSuccess || kind != Kind::kGateUpGroups) return launched;
+  return launch_quantise(params, options);
 }
 
 }  // namespace gptoss::moe

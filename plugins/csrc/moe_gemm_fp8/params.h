@@ -19,7 +19,6 @@ struct Params {
   void* out;
   float* out_scale;
   int32_t* split_tickets;
-  int32_t* group_tickets;
   float* h_values;
   float* partials;
   int64_t expert_bytes;

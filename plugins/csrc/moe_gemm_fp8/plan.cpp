@@ -32,11 +32,6 @@ uint64_t most_token_blocks(const gptoss_trt_moe_gemm_args& args, int tokens) {
   return std::min<uint64_t>(args.experts, count) + count / kMaxTokenBlock;
 }
 
-int groups_per_row(const gptoss_trt_moe_gemm_args& args) {
-  const int group = scale_group(args.scale_mode);
-  return group == 0 ? 0 : ceil_div(args.n / 2, group);
-}
-
 uint64_t partial_bytes(const gptoss_trt_moe_gemm_args& args, int tokens) {
   const int split = split_for(args, tokens);
   if (split == 1 || args.plan == GPTOSS_TRT_MOE_PLAN_SIMT) return 0;
@@ -59,7 +54,7 @@ SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) 
   };
   shared.barriers = take((2 * kConsumers * kMaxStages + 4) * kBarrierBytes);
   shared.offsets = take(2 * (args.experts + 1) * static_cast<int>(sizeof(int32_t)));
-  shared.row_info = take(3 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
+  shared.row_info = take(2 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
   shared.bias = take(args.n * static_cast<int>(sizeof(uint16_t)));
   shared.tokens = take(records(args.k) * kRecordColumns * token_block);
   shared.scales = take(scale_rows * token_block * static_cast<int>(sizeof(float)));
@@ -97,7 +92,7 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
   const uint64_t blocks = most_token_blocks(args, most);
   const bool quantises = args.product == GPTOSS_TRT_MOE_GATE_UP;
   const bool through_values =
-      quantises && (groups_per_row(args) > 0 || args.plan == GPTOSS_TRT_MOE_PLAN_SIMT);
+      quantises && (scale_group(args.scale_mode) > 0 || args.plan == GPTOSS_TRT_MOE_PLAN_SIMT);
   uint64_t partials = args.k_split > 1 ? partial_bytes(args, most) : 0;
   if (args.k_split == 0) {
     for (int tokens = 1; tokens <= std::min(most, kSplitTokens); ++tokens) {
@@ -111,7 +106,6 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
     return at;
   };
   layout.split_tickets = take(partials > 0 ? blocks * strips(args.n) * sizeof(int32_t) : 0);
-  layout.group_tickets = take(quantises ? blocks * groups_per_row(args) * sizeof(int32_t) : 0);
   layout.counter_bytes = end;
   layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
   layout.partials = take(partials);

@@ -30,7 +30,7 @@ constexpr int kFewTokensSplit = 1;
 struct SharedLayout {
   int barriers;  // full and empty [kConsumers][kMaxStages], partial full[2], partial free[2]
   int offsets;   // [E + 1] rows before an expert, then [E + 1] token blocks before it
-  int row_info;  // per token of the block: source row, output slot, routing weight
+  int row_info;  // per token of the block: output slot, routing weight
   int bias;      // bf16 [n] of the block's expert
   int tokens;    // e4m3 core matrices [K / 16][token block / 8][8][16]
   int scales;    // f32 [scale groups][token block]
@@ -44,7 +44,6 @@ struct SharedLayout {
 // Byte offsets into the caller's workspace. `counter_bytes` from the start are counters.
 struct WorkspaceLayout {
   uint64_t split_tickets;  // i32 [token blocks][strips]
-  uint64_t group_tickets;  // i32 [token blocks][groups of h that share a scale]
   uint64_t counter_bytes;
   uint64_t h_values;  // f32 [P, n / 2] before quantisation
   uint64_t partials;  // f32 [token blocks][strips][k_split][64 x token block]

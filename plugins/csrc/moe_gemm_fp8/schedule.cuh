@@ -42,34 +42,28 @@ __device__ inline void count_token_blocks(const Params& p, int32_t* rows_before,
   __syncthreads();
 }
 
-struct Item {
+// Items of one token block that a block of threads takes: [begin, end) of strip x k_split + part.
+struct Segment {
   int expert;
   int block;      // token block over all experts
   int first_row;  // sorted row of its first token
   int rows;       // tokens in it, 1 to token_block
-  int strip;
-  int part;
-  int record_begin;
-  int record_end;
+  int begin;
+  int end;
 };
 
-// Walks a block's range of items in order.
+// Walks a block's equal share of all items, segment by segment.
 class Cursor {
  public:
   __device__ Cursor(const Params& p, const int32_t* rows_before, const int32_t* blocks_before)
       : p_(p), rows_before_(rows_before), blocks_before_(blocks_before) {
-    const int per_block = p.strips * p.k_split;
-    const uint32_t items = static_cast<uint32_t>(blocks_before[p.experts]) * per_block;
+    per_block_ = p.strips * p.k_split;
+    const uint32_t items = static_cast<uint32_t>(blocks_before[p.experts]) * per_block_;
     const uint32_t share = items / gridDim.x, rest = items % gridDim.x;
     const uint32_t begin = share * blockIdx.x + min(blockIdx.x, rest);
     left_ = share + (blockIdx.x < rest ? 1 : 0);
-    block_ = begin / per_block;
-    strip_ = begin % per_block;
-    part_ = 0;
-    if (p.k_split > 1) {
-      part_ = strip_ % p.k_split;
-      strip_ /= p.k_split;
-    }
+    block_ = begin / per_block_;
+    inside_ = begin % per_block_;
     int low = 0, high = p.experts;  // the expert with blocks_before[e] <= block < [e + 1]
     while (high - low > 1) {
       const int middle = (low + high) / 2;
@@ -84,29 +78,20 @@ class Cursor {
 
   __device__ bool done() const { return left_ == 0; }
 
-  __device__ Item item() const {
-    Item item;
-    item.expert = expert_;
-    item.block = block_;
-    item.first_row = rows_before_[expert_] + (block_ - blocks_before_[expert_]) * p_.token_block;
-    item.rows = min(rows_before_[expert_ + 1] - item.first_row, p_.token_block);
-    item.strip = strip_;
-    item.part = part_;
-    item.record_begin = 0;
-    item.record_end = p_.records;
-    if (p_.k_split > 1) {
-      item.record_begin = p_.records * part_ / p_.k_split;
-      item.record_end = p_.records * (part_ + 1) / p_.k_split;
-    }
-    return item;
+  __device__ Segment segment() const {
+    Segment segment;
+    segment.expert = expert_;
+    segment.block = block_;
+    segment.first_row = rows_before_[expert_] + (block_ - blocks_before_[expert_]) * p_.token_block;
+    segment.rows = min(rows_before_[expert_ + 1] - segment.first_row, p_.token_block);
+    segment.begin = inside_;
+    segment.end = min(per_block_, inside_ + left_);
+    return segment;
   }
 
   __device__ void advance() {
-    --left_;
-    if (++part_ < p_.k_split) return;
-    part_ = 0;
-    if (++strip_ < p_.strips) return;
-    strip_ = 0;
+    left_ -= min(per_block_, inside_ + left_) - inside_;
+    inside_ = 0;
     ++block_;
     while (left_ > 0 && blocks_before_[expert_ + 1] <= block_) ++expert_;
   }
@@ -115,12 +100,26 @@ class Cursor {
   const Params& p_;
   const int32_t* rows_before_;
   const int32_t* blocks_before_;
+  int per_block_;
   int left_;
   int expert_;
   int block_;
-  int strip_;
-  int part_;
+  int inside_;
 };
+
+// One strip, or one part of its K.
+struct Item {
+  int strip;
+  int part;
+  int record_begin;
+  int record_end;
+};
+
+__device__ __forceinline__ Item make_item(const Params& p, int index) {
+  if (p.k_split == 1) return {index, 0, 0, p.records};
+  const int strip = index / p.k_split, part = index % p.k_split;
+  return {strip, part, p.records * part / p.k_split, p.records * (part + 1) / p.k_split};
+}
 
 // Stage and phase parity of a ring position.
 struct RingPosition {

@@ -46,7 +46,7 @@ __device__ inline float weight_at(const uint8_t* record, int row, int column) {
   }
 }
 
-// Block (strip, sorted row): 64 outputs. GATE_UP leaves h in h_values for quantise_kernel.
+// Block (strip, sorted row): 64 outputs. GATE_UP leaves h in h_values for quantise_kernel.cuh.
 template <Storage kStorage>
 __global__ void __launch_bounds__(kSimtThreads)
     moe_gemm_simt_kernel(const __grid_constant__ Params p, int gate_up, int x_group) {
@@ -100,22 +100,6 @@ __global__ void __launch_bounds__(kSimtThreads)
         swiglu(sums[2 * pair], sums[2 * pair + 1], p.limit, p.alpha);
   } else {
     store_pair(p, slot, channel, p.expert_weights[slot], sums[2 * pair], sums[2 * pair + 1]);
-  }
-}
-
-// Block (group of channels, sorted row), one warp; the static mode takes groups of 128.
-__global__ void __launch_bounds__(32) quantise_kernel(const __grid_constant__ Params p) {
-  const int row = blockIdx.y;
-  if (row >= p.expert_offsets[p.experts]) return;
-  if (p.scale_group != 0) {
-    quantise_group(p, row, blockIdx.x);
-    return;
-  }
-  const int channels = p.n / 2;
-  const int64_t base = static_cast<int64_t>(row) * channels;
-  const int first = blockIdx.x * kRecordColumns;
-  for (int i = first + threadIdx.x; i < min(first + kRecordColumns, channels); i += 32) {
-    static_cast<uint8_t*>(p.out)[base + i] = quantise_static(p.h_values[base + i]);
   }
 }
 

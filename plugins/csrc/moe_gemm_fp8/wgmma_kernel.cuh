@@ -31,7 +31,12 @@ constexpr int kBarrierBytes = 8;
 constexpr int kConsumerRegisters = 104;
 constexpr int kProducerRegisters = 64;
 
-enum class Product : int { kGateUp = 1, kDown = 2 };
+// One kernel each: what it computes, and how the activations are scaled that it makes or takes.
+enum class Kind { kGateUpStatic, kGateUpGroups, kDown, kDownPer64 };
+
+GPTOSS_HOST_DEVICE constexpr bool is_gate_up(Kind kind) {
+  return kind == Kind::kGateUpStatic || kind == Kind::kGateUpGroups;
+}
 
 // Views of the block's shared memory.
 struct Shared {
@@ -52,8 +57,7 @@ struct Shared {
   }
   __device__ uint16_t* bias() const { return reinterpret_cast<uint16_t*>(base + at.bias); }
   __device__ int32_t* rows_before() const { return reinterpret_cast<int32_t*>(base + at.offsets); }
-  __device__ int32_t* source_row() const { return reinterpret_cast<int32_t*>(base + at.row_info); }
-  __device__ int32_t* slot() const { return source_row() + kMaxTokenBlock; }
+  __device__ int32_t* slot() const { return reinterpret_cast<int32_t*>(base + at.row_info); }
   __device__ float* weight() const { return reinterpret_cast<float*>(slot() + kMaxTokenBlock); }
   __device__ float* scales() const { return reinterpret_cast<float*>(base + at.scales); }
 };
@@ -84,22 +88,44 @@ __device__ __forceinline__ void copy_token_run(const Params& p, const uint8_t* s
       make_uint4(in[0].w, in[1].w, in[2].w, in[3].w);
 }
 
-// All consumers bring the item's token block, its scales and what the epilogue needs of its rows.
-template <Product kProduct, bool kScale64>
-__device__ inline void load_tokens(const Params& p, const Shared& shared, const Item& item) {
+// All consumers bring the token block, its scales and what the epilogue needs of its rows. Every
+// load but the tokens' own is asynchronous, so that one latency covers them all.
+template <Kind kKind>
+__device__ inline void load_tokens(const Params& p, const Shared& shared, const Segment& block) {
   const int thread = threadIdx.x;
-  const int tokens = instruction_tokens(item.rows);
+  const int tokens = instruction_tokens(block.rows);
+  const auto source_row = [&](int token) {
+    const int row = block.first_row + token;
+    return is_gate_up(kKind) ? __ldg(p.row_slots + row) / p.top_k : row;
+  };
   named_barrier_sync(kTokensBarrier, kConsumerThreads);  // nobody reads the old block any more
-  if (thread < tokens) {
-    const bool present = thread < item.rows;
-    const int row = item.first_row + thread;
-    const int slot = present ? __ldg(p.row_slots + row) : 0;
-    shared.slot()[thread] = slot;
-    shared.source_row()[thread] = kProduct == Product::kGateUp ? slot / p.top_k : row;
-    shared.weight()[thread] =
-        kProduct == Product::kDown && present ? __ldg(p.expert_weights + slot) : 0.0f;
+  if (p.bias != nullptr) {
+    const uint16_t* source = p.bias + static_cast<int64_t>(block.expert) * p.n;  // n is even
+    const uint32_t target = shared.address(shared.at.bias);
+    for (int i = thread; i < p.n / 2; i += kConsumerThreads) {
+      copy_word_async(target + i * 4, source + 2 * i, true);
+    }
   }
-  named_barrier_sync(kTokensBarrier, kConsumerThreads);
+  constexpr bool kScale64 = kKind == Kind::kDownPer64;
+  const int scale_rows = kScale64 ? ceil_div(p.k, kHalfColumns) : p.records;
+  const int scale_slots = kScale64 ? 2 * p.records : p.records;
+  const uint32_t scales = shared.address(shared.at.scales);
+  for (int i = thread; i < scale_slots * tokens; i += kConsumerThreads) {
+    const int token = i % tokens;
+    const int group = i / tokens;
+    if (p.x_scale == nullptr) {
+      shared.scales()[i] = token < block.rows ? kStaticScale : 0.0f;
+      continue;
+    }
+    const bool present = token < block.rows && group < scale_rows;
+    const int64_t at = present ? static_cast<int64_t>(group) * p.x_rows + source_row(token) : 0;
+    copy_word_async(scales + i * 4, p.x_scale + at, present);
+  }
+  if (!is_gate_up(kKind) && thread < block.rows) {
+    const int slot = __ldg(p.row_slots + block.first_row + thread);
+    shared.slot()[thread] = slot;
+    shared.weight()[thread] = __ldg(p.expert_weights + slot);
+  }
   const int groups_of_8 = tokens / kCoreRows;
   const int chunk_stride = groups_of_8 * kCoreBytes;  // bytes between 16-column chunks
   const int runs = p.records * (kRecordColumns / kHalfColumns);
@@ -110,30 +136,12 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
     const int run = i / tokens;
     const int token = group * kCoreRows + inside;
     const uint8_t* source =
-        token < item.rows ? p.x + static_cast<int64_t>(shared.source_row()[token]) * p.k : nullptr;
+        token < block.rows ? p.x + static_cast<int64_t>(source_row(token)) * p.k : nullptr;
     uint8_t* target =
         shared.base + shared.at.tokens + run * 4 * chunk_stride + group * kCoreBytes + inside * 16;
     copy_token_run(p, source, run * kHalfColumns, target, chunk_stride);
   }
-  const int scale_rows = kScale64 ? ceil_div(p.k, kHalfColumns) : p.records;
-  const int scale_slots = kScale64 ? 2 * p.records : p.records;
-  for (int i = thread; i < scale_slots * tokens; i += kConsumerThreads) {
-    const int token = i % tokens;
-    const int group = i / tokens;
-    float scale = 0.0f;
-    if (token < item.rows && group < scale_rows) {
-      scale = p.x_scale == nullptr ? kStaticScale
-                                   : __ldg(p.x_scale + static_cast<int64_t>(group) * p.x_rows +
-                                           shared.source_row()[token]);
-    }
-    shared.scales()[i] = scale;
-  }
-  if (p.bias != nullptr) {
-    const auto* source = reinterpret_cast<const uint32_t*>(p.bias) +
-                         static_cast<int64_t>(item.expert) * (p.n / 2);  // n is even
-    auto* target = reinterpret_cast<uint32_t*>(shared.bias());
-    for (int i = thread; i < p.n / 2; i += kConsumerThreads) target[i] = __ldg(source + i);
-  }
+  copies_wait_all();
   async_proxy_fence();
   named_barrier_sync(kTokensBarrier, kConsumerThreads);
 }
@@ -160,19 +168,28 @@ __device__ __forceinline__ void start_sum(const Params& p, const Shared& shared,
   }
 }
 
-// sum += acc x (weight scale x activation scale of the column).
+// Weight scale times the activation scales of this thread's columns: 8j + 2t and the next.
 template <int kTokens>
-__device__ __forceinline__ void promote(const float (&acc)[kTokens / 2], float weight_scale,
-                                        uint32_t scales, float (&sum)[kTokens / 2]) {
+__device__ __forceinline__ void load_scales(float weight_scale, uint32_t row,
+                                            float2 (&scales)[kTokens / 8]) {
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-    const float2 scale = load_shared_f64(scales + j * 32);
-    const float first = weight_scale * scale.x;
-    const float second = weight_scale * scale.y;
-    sum[4 * j] = fmaf(acc[4 * j], first, sum[4 * j]);
-    sum[4 * j + 1] = fmaf(acc[4 * j + 1], second, sum[4 * j + 1]);
-    sum[4 * j + 2] = fmaf(acc[4 * j + 2], first, sum[4 * j + 2]);
-    sum[4 * j + 3] = fmaf(acc[4 * j + 3], second, sum[4 * j + 3]);
+    const float2 activation = load_shared_f64(row + j * 32);
+    scales[j] = make_float2(weight_scale * activation.x, weight_scale * activation.y);
+  }
+}
+
+// sum += acc x scale of the column.
+template <int kTokens>
+__device__ __forceinline__ void promote(const float (&acc)[kTokens / 2],
+                                        const float2 (&scales)[kTokens / 8],
+                                        float (&sum)[kTokens / 2]) {
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {
+    sum[4 * j] = fmaf(acc[4 * j], scales[j].x, sum[4 * j]);
+    sum[4 * j + 1] = fmaf(acc[4 * j + 1], scales[j].y, sum[4 * j + 1]);
+    sum[4 * j + 2] = fmaf(acc[4 * j + 2], scales[j].x, sum[4 * j + 2]);
+    sum[4 * j + 3] = fmaf(acc[4 * j + 3], scales[j].y, sum[4 * j + 3]);
   }
 }
 
@@ -186,39 +203,36 @@ struct Lane {
   RingPosition ring;
 };
 
-// This warpgroup's share of an item: records r with r % kConsumers == warpgroup. The next record is
-// fetched while the instructions of this one run.
+// One warpgroup's stream of records: those with record % kConsumers == warpgroup, item after item.
+// The next one is fetched while the instructions of this one run, over the end of an item too.
 template <Storage kStorage, bool kScale64, int kTokens>
-__device__ __forceinline__ void multiply(const Params& p, const Shared& shared, const Item& item,
-                                         Lane& lane, float (&sum)[kTokens / 2]) {
-  constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
-  constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
-  const WgmmaDescriptor tokens(shared.address(shared.at.tokens), kChunkStride, kCoreBytes);
-  const uint32_t scales = keep_in_register(shared.address(shared.at.scales) + lane.thread % 4 * 8);
-  const WeightReader<kStorage> reader(lane.thread);
-  typename WeightReader<kStorage>::Raw raw;
-  float next_scale;
-  const auto fetch = [&](int record) {
-    barrier_wait(lane.full + lane.ring.stage * kBarrierBytes, lane.ring.parity);
-    const uint32_t stage = lane.stages + lane.ring.stage * shared.at.stage_bytes;
-    raw = reader.fetch(stage, shared.table, record + 1 < p.records || p.tail_halves == 2);
-    next_scale = load_shared_f32(stage);
-  };
-  int record = first_record(item, lane.warpgroup);
-  if (record >= item.record_end) return;
-  fetch(record);
-#pragma unroll 1
-  do {
+class Multiplier {
+ public:
+  __device__ __forceinline__ Multiplier(const Params& p, const Shared& shared, Lane& lane)
+      : p_(p),
+        shared_(shared),
+        lane_(lane),
+        tokens_(shared.address(shared.at.tokens), kChunkStride, kCoreBytes),
+        scales_(keep_in_register(shared.address(shared.at.scales) + lane.thread % 4 * 8)),
+        reader_(lane.thread) {}
+
+  __device__ __forceinline__ void fetch(int record) {
+    barrier_wait(lane_.full + lane_.ring.stage * kBarrierBytes, lane_.ring.parity);
+    const uint32_t stage = lane_.stages + lane_.ring.stage * shared_.at.stage_bytes;
+    raw_ = reader_.fetch(stage, shared_.table, record + 1 < p_.records || p_.tail_halves == 2);
+    weight_scale_ = load_shared_f32(stage);
+  }
+
+  // sum += the products of `record`, which was fetched; fetches `next` unless it is negative.
+  __device__ __forceinline__ void multiply(int record, int next, float (&sum)[kTokens / 2]) {
     Fragments a;
-    const float weight_scale = next_scale;
-    WeightReader<kStorage>::expand(raw, shared.table, a);
+    const float weight_scale = weight_scale_;
+    WeightReader<kStorage>::expand(raw_, shared_.table, a);
     wgmma_operands_ready(a);
     __syncwarp();
-    if (lane.thread % 32 == 0) barrier_arrive(lane.empty + lane.ring.stage * kBarrierBytes);
-    lane.ring.step(shared.at.stages);
+    if (lane_.thread % 32 == 0) barrier_arrive(lane_.empty + lane_.ring.stage * kBarrierBytes);
+    lane_.ring.step(shared_.at.stages);
     const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
-    const int current = record;
-    record += kConsumers;
     // Instructions that share an activation scale make one sum of products.
     constexpr int kTogether = kScale64 ? kInstructionsPerHalf : kInstructionsPerRecord;
 #pragma unroll
@@ -227,17 +241,42 @@ __device__ __forceinline__ void multiply(const Params& p, const Shared& shared, 
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) {
-        wgmma_e4m3<kTokens>(acc, a[first + i], tokens.moved(b + (first + i) * kInstructionStep), i);
+        wgmma_e4m3<kTokens>(acc, a[first + i], tokens_.moved(b + (first + i) * kInstructionStep),
+                            i);
       }
       wgmma_commit();
-      if (first == 0 && record < item.record_end) fetch(record);
+      const int group = record * (kInstructionsPerRecord / kTogether) + first / kTogether;
+      const uint32_t row = scales_ + group * kTokens * 4;
+      float2 scales[kTokens / 8];
+      if constexpr (kEarlyScales) load_scales<kTokens>(weight_scale, row, scales);
+      if (kEarlyFetch && first == 0 && next >= 0) fetch(next);
       wgmma_wait_all();
       wgmma_settle(acc);
-      const int group = current * (kInstructionsPerRecord / kTogether) + first / kTogether;
-      promote<kTokens>(acc, weight_scale, scales + group * kTokens * 4, sum);
+      if constexpr (!kEarlyScales) load_scales<kTokens>(weight_scale, row, scales);
+      promote<kTokens>(acc, scales, sum);
     }
-  } while (record < item.record_end);
-}
+    // The instructions read their operands until the wait: no fetch may take these registers.
+    wgmma_operands_ready(a);
+    if (!kEarlyFetch && next >= 0) fetch(next);
+  }
+
+ private:
+  // What a thread can hold while the instructions run: not FP8 fragments twice, nor the scales of
+  // 32 columns.
+  static constexpr bool kEarlyFetch = kStorage == Storage::kMxfp4;
+  static constexpr bool kEarlyScales = kTokens < 32;
+  static constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
+  static constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
+
+  const Params& p_;
+  const Shared& shared_;
+  Lane& lane_;
+  WgmmaDescriptor tokens_;
+  uint32_t scales_;
+  WeightReader<kStorage> reader_;
+  typename WeightReader<kStorage>::Raw raw_;
+  float weight_scale_;
+};
 
 // ---- the end of an item -----------------------------------------------------------------------
 
@@ -268,23 +307,20 @@ __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int w
   barrier_wait(shared.partial_full(buffer), parity);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-    const float4 own = make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float own[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
 #pragma unroll
     for (int w = 0; w < kConsumers; ++w) {
-      const int place = w - (w > adder ? 1 : 0);
-      float4 value = own;
-      if (w != adder) {
-        value = *reinterpret_cast<const float4*>(partials + place * kFragmentBytes + j * 128 * 16);
+      // Branch-free: where the adder's own part belongs, some other one is read and not used.
+      const int place = min(w - (w > adder ? 1 : 0), kConsumers - 2);
+      const float4 other =
+          *reinterpret_cast<const float4*>(partials + place * kFragmentBytes + j * 128 * 16);
+      const float part[4] = {other.x, other.y, other.z, other.w};
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        const float value = w == adder ? own[c] : part[c];
+        sum[4 * j + c] = w == 0 ? value : sum[4 * j + c] + value;
       }
-      total = w == 0 ? value
-                     : make_float4(total.x + value.x, total.y + value.y, total.z + value.z,
-                                   total.w + value.w);
     }
-    sum[4 * j] = total.x;
-    sum[4 * j + 1] = total.y;
-    sum[4 * j + 2] = total.z;
-    sum[4 * j + 3] = total.w;
   }
   barrier_arrive(shared.partial_free(buffer));
   return true;
@@ -309,10 +345,10 @@ __device__ inline bool last_to_arrive(int32_t* ticket, int expected, int warpgro
 
 // Adds the parts of K in order through the workspace: true in the warpgroup that came last.
 template <int kTokens>
-__device__ inline bool collect_parts(const Params& p, const Item& item, int warpgroup, int thread,
-                                     float (&sum)[kTokens / 2]) {
+__device__ inline bool collect_parts(const Params& p, const Segment& block, const Item& item,
+                                     int warpgroup, int thread, float (&sum)[kTokens / 2]) {
   if (p.k_split == 1) return true;
-  const int64_t strip = static_cast<int64_t>(item.block) * p.strips + item.strip;
+  const int64_t strip = static_cast<int64_t>(block.block) * p.strips + item.strip;
   const int64_t part_floats = static_cast<int64_t>(kStripRows) * p.token_block;
   float* parts = p.partials + strip * p.k_split * part_floats + thread * 4;
 #pragma unroll
@@ -340,9 +376,9 @@ __device__ inline bool collect_parts(const Params& p, const Item& item, int warp
   return true;
 }
 
-template <int kTokens>
-__device__ inline void finish_gate_up(const Params& p, const Item& item, int warpgroup, int thread,
-                                      const float (&sum)[kTokens / 2]) {
+template <bool kGroups, int kTokens>
+__device__ inline void finish_gate_up(const Params& p, const Segment& block, const Item& item,
+                                      int thread, const float (&sum)[kTokens / 2]) {
   const int channels = p.n / 2;
   const int channel = item.strip * (kStripRows / 2) + thread / 32 * 8 + thread % 32 / 4;
 #pragma unroll
@@ -350,58 +386,70 @@ __device__ inline void finish_gate_up(const Params& p, const Item& item, int war
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int token = 8 * j + thread % 4 * 2 + c;
-      if (token >= item.rows || channel >= channels) continue;
+      if (token >= block.rows || channel >= channels) continue;
       const float h = swiglu(sum[4 * j + c], sum[4 * j + 2 + c], p.limit, p.alpha);
-      const int64_t at = static_cast<int64_t>(item.first_row + token) * channels + channel;
-      if (p.scale_group == 0) {
+      const int64_t at = static_cast<int64_t>(block.first_row + token) * channels + channel;
+      if constexpr (!kGroups) {
         static_cast<uint8_t*>(p.out)[at] = quantise_static(h);
       } else {
-        __stcg(p.h_values + at, h);
+        p.h_values[at] = h;
       }
     }
-  }
-  if (p.scale_group == 0) return;
-  const int strips_per_group = p.scale_group / (kStripRows / 2);
-  const int groups = ceil_div(channels, p.scale_group);
-  const int group = item.strip / strips_per_group;
-  const int strips = min(strips_per_group, p.strips - group * strips_per_group);
-  int32_t* ticket = p.group_tickets + static_cast<int64_t>(item.block) * groups + group;
-  if (!last_to_arrive(ticket, strips, warpgroup, thread)) return;
-  for (int row = thread / 32; row < item.rows; row += 4) {
-    quantise_group(p, item.first_row + row, group);
   }
 }
 
 template <int kTokens>
-__device__ inline void finish_down(const Params& p, const Shared& shared, const Item& item,
-                                   int thread, const float (&sum)[kTokens / 2]) {
+__device__ inline void finish_down(const Params& p, const Shared& shared, const Segment& block,
+                                   const Item& item, int thread, const float (&sum)[kTokens / 2]) {
   const int channel = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int token = 8 * j + thread % 4 * 2 + c;
-      if (token >= item.rows || channel >= p.n) continue;
+      if (token >= block.rows || channel >= p.n) continue;
       store_pair(p, shared.slot()[token], channel, shared.weight()[token], sum[4 * j + c],
                  sum[4 * j + 2 + c]);
     }
   }
 }
 
-template <Storage kStorage, Product kProduct, bool kScale64, int kTokens>
-__device__ __forceinline__ void consume_item(const Params& p, const Shared& shared,
-                                             const Item& item, int ordinal, Lane& lane) {
+template <Storage kStorage, Kind kKind, int kTokens>
+__device__ __forceinline__ void consume_block(const Params& p, const Shared& shared,
+                                              const Segment& block, Lane& lane, int& ordinal) {
   const int warpgroup = lane.warpgroup, thread = lane.thread;
-  float sum[kTokens / 2];
-  const bool with_bias = warpgroup == 0 && item.part == 0 && p.bias != nullptr;
-  start_sum<kTokens>(p, shared, item, thread, with_bias, sum);
-  multiply<kStorage, kScale64, kTokens>(p, shared, item, lane, sum);
-  if (!collect<kTokens>(shared, ordinal, warpgroup, thread, sum)) return;
-  if (!collect_parts<kTokens>(p, item, warpgroup, thread, sum)) return;
-  if constexpr (kProduct == Product::kGateUp) {
-    finish_gate_up<kTokens>(p, item, warpgroup, thread, sum);
-  } else {
-    finish_down<kTokens>(p, shared, item, thread, sum);
+  Multiplier<kStorage, kKind == Kind::kDownPer64, kTokens> multiplier(p, shared, lane);
+  bool fetched = false;
+#pragma unroll 1
+  for (int index = block.begin; index < block.end; ++index, ++ordinal) {
+    const Item item = make_item(p, index);
+    float sum[kTokens / 2];
+    const bool with_bias = warpgroup == 0 && item.part == 0 && p.bias != nullptr;
+    start_sum<kTokens>(p, shared, item, thread, with_bias, sum);
+    int record = first_record(item, warpgroup);
+    int following = -1;  // this warpgroup's first record of the next item
+    if (index + 1 < block.end) {
+      const Item next = make_item(p, index + 1);
+      following = first_record(next, warpgroup);
+      if (following >= next.record_end) following = -1;
+    }
+    const bool has_records = record < item.record_end;
+    if (has_records) {
+      if (!fetched) multiplier.fetch(record);
+      fetched = following >= 0;
+    }
+#pragma unroll 1
+    for (; record < item.record_end; record += kConsumers) {
+      const int next = record + kConsumers;
+      multiplier.multiply(record, next < item.record_end ? next : following, sum);
+    }
+    if (!collect<kTokens>(shared, ordinal, warpgroup, thread, sum)) continue;
+    if (!collect_parts<kTokens>(p, block, item, warpgroup, thread, sum)) continue;
+    if constexpr (is_gate_up(kKind)) {
+      finish_gate_up<kKind == Kind::kGateUpGroups, kTokens>(p, block, item, thread, sum);
+    } else {
+      finish_down<kTokens>(p, shared, block, item, thread, sum);
+    }
   }
 }
 
@@ -415,23 +463,27 @@ __device__ inline void produce(const Params& p, const Shared& shared, int warpgr
   int32_t* rows_before = shared.rows_before();
   for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
        cursor.advance()) {
-    const Item item = cursor.item();
-    const uint8_t* strip = p.weights + item.expert * p.expert_bytes + item.strip * p.strip_bytes;
-    for (int record = first_record(item, warpgroup); record < item.record_end;
-         record += kConsumers) {
-      const int halves = record + 1 < p.records ? 2 : p.tail_halves;
-      const uint32_t bytes = record_bytes(kStorage, halves);
-      const uint32_t filled = full + ring.stage * kBarrierBytes;
-      barrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
-      barrier_expect_bytes(filled, bytes);
-      bulk_copy(stages + ring.stage * shared.at.stage_bytes,
-                strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes, filled);
-      ring.step(shared.at.stages);
+    const Segment block = cursor.segment();
+    const uint8_t* weights = p.weights + block.expert * p.expert_bytes;
+    for (int index = block.begin; index < block.end; ++index) {
+      const Item item = make_item(p, index);
+      const uint8_t* strip = weights + item.strip * p.strip_bytes;
+      for (int record = first_record(item, warpgroup); record < item.record_end;
+           record += kConsumers) {
+        const int halves = record + 1 < p.records ? 2 : p.tail_halves;
+        const uint32_t bytes = record_bytes(kStorage, halves);
+        const uint32_t filled = full + ring.stage * kBarrierBytes;
+        barrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
+        barrier_expect_bytes(filled, bytes);
+        bulk_copy(stages + ring.stage * shared.at.stage_bytes,
+                  strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes, filled);
+        ring.step(shared.at.stages);
+      }
     }
   }
 }
 
-template <Storage kStorage, Product kProduct, bool kScale64>
+template <Storage kStorage, Kind kKind>
 __device__ inline void consume(const Params& p, const Shared& shared) {
   Lane lane;
   lane.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
@@ -440,27 +492,23 @@ __device__ inline void consume(const Params& p, const Shared& shared) {
   lane.empty = keep_in_register(shared.empty(lane.warpgroup));
   lane.stages = keep_in_register(shared.ring(lane.warpgroup));
   int32_t* rows_before = shared.rows_before();
-  int block = -1;
   int ordinal = 0;
   for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
-       cursor.advance(), ++ordinal) {
-    const Item item = cursor.item();
-    if (item.block != block) {
-      load_tokens<kProduct, kScale64>(p, shared, item);
-      block = item.block;
-    }
-    const int tokens = instruction_tokens(item.rows);
+       cursor.advance()) {
+    const Segment block = cursor.segment();
+    load_tokens<kKind>(p, shared, block);
+    const int tokens = instruction_tokens(block.rows);
     if (tokens == 8) {
-      consume_item<kStorage, kProduct, kScale64, 8>(p, shared, item, ordinal, lane);
+      consume_block<kStorage, kKind, 8>(p, shared, block, lane, ordinal);
     } else if (tokens == 16) {
-      consume_item<kStorage, kProduct, kScale64, 16>(p, shared, item, ordinal, lane);
+      consume_block<kStorage, kKind, 16>(p, shared, block, lane, ordinal);
     } else {
-      consume_item<kStorage, kProduct, kScale64, 32>(p, shared, item, ordinal, lane);
+      consume_block<kStorage, kKind, 32>(p, shared, block, lane, ordinal);
     }
   }
 }
 
-template <Storage kStorage, Product kProduct, bool kScale64>
+template <Storage kStorage, Kind kKind>
 __global__ void __launch_bounds__(kThreads, 1)
     moe_gemm_wgmma_kernel(const __grid_constant__ Params p) {
   extern __shared__ __align__(128) uint8_t dynamic_shared[];
@@ -490,7 +538,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     registers_claim<kConsumerRegisters>();
     if (p.routing_ready) dependency_wait();
     dependents_launch();
-    consume<kStorage, kProduct, kScale64>(p, shared);
+    consume<kStorage, kKind>(p, shared);
   }
 }
 
