@@ -138,7 +138,7 @@ class ResponseAnswer:
         place = len(self._items) - 1
         return [self._event(event.pop("type"), output_index=place, **event) for event in events]
 
-    def _event(self, name: str, **fields: Any) -> Json:
+    def _event(self, name: str, /, **fields: Any) -> Json:
         event = {"type": name, "sequence_number": self._sequence, **fields}
         self._sequence += 1
         return event

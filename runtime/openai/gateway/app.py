@@ -53,6 +53,7 @@ def create_app(options: GatewayOptions) -> ASGIApp:
         app.include_router(module.router)
     app.add_exception_handler(RequestError, _refuse)
     app.add_exception_handler(HTTPException, _refuse_route)
+    app.add_exception_handler(Exception, _fail)
     layered: ASGIApp = Front(app, keys=keys, metrics=app.state.metrics, max_concurrency=options.max_concurrency)
     if options.cors_origin:
         layered = CORSMiddleware(
@@ -64,6 +65,11 @@ def create_app(options: GatewayOptions) -> ASGIApp:
 async def _refuse(_request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
     return error_response(error)
+
+
+async def _fail(_request: Request, _error: Exception) -> Response:
+    """What a client sees of a defect; the front logs it."""
+    return error_response(RequestError(500, None, "the gateway failed; its log says why", "internal"))
 
 
 async def _refuse_route(request: Request, error: Exception) -> Response:

@@ -1,0 +1,125 @@
+"""The gateway's parts without a server: options, keys, metrics, workers' refusals, request ids."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from gptoss_trt.runtime.openai import RequestError
+from gptoss_trt.runtime.openai.gateway import __main__ as entry
+from gptoss_trt.runtime.openai.gateway.app import create_app
+from gptoss_trt.runtime.openai.gateway.keys import EVERYBODY, Keys
+from gptoss_trt.runtime.openai.gateway.metrics import Metrics
+from gptoss_trt.runtime.openai.gateway.options import (
+    PURPOSES,
+    GatewayOptions,
+    OptionsError,
+    gateway_command,
+    read_options,
+)
+
+
+def test_a_command_line_carries_every_option() -> None:
+    options = GatewayOptions(
+        grpc_url="h:1", host="::1", port=9, served_model_name=("a", "b c"), api_key_file=Path("/k"), api_workers=3,
+        ssl_certfile=Path("c"), ssl_keyfile=Path("d"), cors_origin=("http://x",), keep_alive_s=1.5, store_count=0,
+    )  # fmt: skip
+    assert read_options(gateway_command(options)[3:]) == options
+    assert read_options(gateway_command(GatewayOptions())[3:]) == GatewayOptions()
+    assert options.url == "https://[::1]:9"
+    assert {field.name for field in fields(GatewayOptions)} == PURPOSES.keys()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"port": -1}, {"port": 70000}, {"api_workers": 0}, {"served_model_name": ()}, {"served_model_name": ("",)},
+        {"ssl_certfile": Path("c")}, {"keep_alive_s": 0.0}, {"max_body_bytes": 0},
+    ],
+)  # fmt: skip
+def test_impossible_options(wrong: Any) -> None:
+    with pytest.raises(OptionsError, match=next(iter(wrong))):
+        GatewayOptions(**wrong)
+
+
+def test_keys(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_text("one\n\n# two\n  three \n")
+    keys = Keys.read(path)
+    owners = {keys.owner("Bearer one"), keys.owner("bearer  three")}
+    assert len(owners) == 2
+    assert not any("one" in owner or "three" in owner for owner in owners)
+    for header in ("", "Bearer", "Bearer two", "Bearer on", "Basic one", "Bearer one one"):
+        with pytest.raises(RequestError) as caught:
+            keys.owner(header)
+        assert caught.value.status == 401
+    assert Keys.read(None).owner("") == EVERYBODY
+    path.write_text("# nothing\n")
+    for absent in (path, tmp_path / "none"):
+        with pytest.raises(OptionsError, match="api_key_file"):
+            Keys.read(absent)
+
+
+def test_metrics_are_cumulative() -> None:
+    metrics = Metrics()
+    for seconds in (0.001, 0.3, 1e9):
+        metrics.request_ended("/v1/models", 200, seconds)
+    text = metrics.text()
+    assert 'status="200"} 3' in text
+    assert 'le="0.5"} 2' in text
+    assert 'le="+Inf"} 3' in text
+
+
+def call(options: GatewayOptions, method: str, path: str, **more: Any) -> httpx.Response:
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(options))
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.request(method, path, **more)
+
+    return asyncio.run(ask())
+
+
+def test_request_ids_are_echoed_or_made() -> None:
+    assert call(GatewayOptions(), "GET", "/health", headers={"x-request-id": "a-1"}).headers["x-request-id"] == "a-1"
+    for strange in ("", "a b", "x" * 200, "é"):
+        answer = call(GatewayOptions(), "GET", "/health", headers={"x-request-id": strange.encode("latin-1")})
+        assert answer.headers["x-request-id"].startswith("req-")
+
+
+def test_cors_is_off_unless_asked() -> None:
+    headers = {"origin": "http://a", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in call(GatewayOptions(), "GET", "/health", headers=headers).headers
+    allowed = call(GatewayOptions(cors_origin=("http://a",)), "OPTIONS", "/v1/models", headers=headers)
+    assert allowed.headers["access-control-allow-origin"] == "http://a"
+    other = call(GatewayOptions(cors_origin=("http://b",)), "OPTIONS", "/v1/models", headers=headers)
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_no_api_pages_are_served() -> None:
+    for path in ("/docs", "/redoc", "/openapi.json"):
+        assert call(GatewayOptions(), "GET", path).status_code == 404
+
+
+def test_a_defect_is_an_openai_error() -> None:
+    """Without its lifespan the application has no channel, which stands for a defect."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(create_app(GatewayOptions()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post("/v1/chat/completions", json={"messages": []})
+
+    answer = asyncio.run(ask())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    listener = entry._bind(GatewayOptions(port=0))
+    port = listener.getsockname()[1]
+    assert entry.main([f"--port={port}"]) == 1
+    assert f"port {port}" in capsys.readouterr().err
+    listener.close()
