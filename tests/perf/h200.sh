@@ -38,6 +38,9 @@ for what in "$@"; do
       ;;
     20b) engine 20b --decode 1024:1,8,64 --prefill 1024 ;;
     120b) engine 120b --decode 1024:1,8,64 --prefill 1024 ;;
+    full)
+      timeout 60 python3 -m pytest tests/gpu/test_engine_on_cuda.py --expect-gpu -q -k full_width 2>&1 | tail -5
+      ;;
     ops) bench ops ops --model gpt-oss-20b --batch 1,64 --prefill 1024 --out "$out/ops.jsonl" ;;
     prefill) engine 20b --prefill 4096,8192 ;;
     more)
