@@ -31,7 +31,7 @@ python3 -c 'import torch, triton; print(torch.__version__, triton.__version__, t
 for what in "$@"; do
   case $what in
     tests)
-      timeout 110 python3 -m pytest tests/gpu/test_ops_on_cuda.py tests/gpu/test_engine_on_cuda.py --expect-gpu \
+      timeout 65 python3 -m pytest tests/gpu/test_ops_on_cuda.py tests/gpu/test_engine_on_cuda.py --expect-gpu \
         -q -n 6 -p no:cacheprovider -o faulthandler_timeout=60 --deselect \
         tests/gpu/test_engine_on_cuda.py::test_full_width_layers_agree_with_the_cpu >"$out/tests.log" 2>&1
       grep -aE '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.log" | cut -c1-220 | tail -40
