@@ -1,8 +1,7 @@
-// The decode plan of moe_gemm_fp8. One producer warp streams records of weights through a ring in
-// shared memory; four warpgroups take the records in turn, expand them in registers and multiply
-// them (M operand) with the block's tokens (N operand, whole in shared memory). At the end of an
-// item one of the four adds the four sums in a fixed order and finishes the strip while the others
-// go on.
+// The decode plan of moe_gemm_fp8. Four warpgroups take the records of a strip in turn, each from a
+// ring of its own in shared memory that a producer warp feeds; they expand them in registers and
+// multiply them (M operand) with the block's tokens (N operand, whole in shared memory). At the end
+// of an item the last of them adds the four sums and finishes the strip while the others go on.
 //
 // Invariant: a result depends on its own row of x, its expert's weights and (plan, k_split) only,
 // never on which block computed it, on its neighbours or on the order of arrival.
@@ -280,25 +279,23 @@ class Multiplier {
 
 // ---- the end of an item -----------------------------------------------------------------------
 
-// Brings the four warpgroups' sums together: true in the one that holds the total afterwards. The
-// order is that of the warpgroups, whoever adds.
+// Brings the warpgroups' sums together, in their order: true in the last one, which then holds the
+// total. It is the one to add because it has a record less than the others where their number is no
+// multiple of kConsumers (2880 columns: 6, 6, 6, 5).
 template <int kTokens>
 __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int warpgroup,
                                         int thread, float (&sum)[kTokens / 2]) {
-  const int adder = ordinal & (kConsumers - 1);
   const int buffer = ordinal & 1;
   const uint32_t parity = (ordinal >> 1) & 1;
   constexpr int kFragmentBytes = kStripRows * kTokens * 4;
+  constexpr int kColumnBytes = 128 * 16;  // a float4 of every thread
   uint8_t* partials =
       shared.base + shared.at.partials + buffer * (kConsumers - 1) * kFragmentBytes + thread * 16;
-  // The adder waits for the free buffer too: only then has the phase of `partial_full` before this
-  // one ended, and a parity tells apart no more than two.
-  barrier_wait(shared.partial_free(buffer), parity ^ 1);
-  if (warpgroup != adder) {
-    const int place = warpgroup - (warpgroup > adder ? 1 : 0);
+  if (warpgroup != kConsumers - 1) {
+    barrier_wait(shared.partial_free(buffer), parity ^ 1);
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
-      *reinterpret_cast<float4*>(partials + place * kFragmentBytes + j * 128 * 16) =
+      *reinterpret_cast<float4*>(partials + warpgroup * kFragmentBytes + j * kColumnBytes) =
           make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     }
     barrier_arrive(shared.partial_full(buffer));
@@ -307,20 +304,20 @@ __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int w
   barrier_wait(shared.partial_full(buffer), parity);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-    const float own[4] = {sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]};
+    float4 total = *reinterpret_cast<const float4*>(partials + j * kColumnBytes);
 #pragma unroll
-    for (int w = 0; w < kConsumers; ++w) {
-      // Branch-free: where the adder's own part belongs, some other one is read and not used.
-      const int place = min(w - (w > adder ? 1 : 0), kConsumers - 2);
-      const float4 other =
-          *reinterpret_cast<const float4*>(partials + place * kFragmentBytes + j * 128 * 16);
-      const float part[4] = {other.x, other.y, other.z, other.w};
-#pragma unroll
-      for (int c = 0; c < 4; ++c) {
-        const float value = w == adder ? own[c] : part[c];
-        sum[4 * j + c] = w == 0 ? value : sum[4 * j + c] + value;
-      }
+    for (int w = 1; w < kConsumers - 1; ++w) {
+      const float4 part =
+          *reinterpret_cast<const float4*>(partials + w * kFragmentBytes + j * kColumnBytes);
+      total.x += part.x;
+      total.y += part.y;
+      total.z += part.z;
+      total.w += part.w;
     }
+    sum[4 * j] += total.x;
+    sum[4 * j + 1] += total.y;
+    sum[4 * j + 2] += total.z;
+    sum[4 * j + 3] += total.w;
   }
   barrier_arrive(shared.partial_free(buffer));
   return true;
