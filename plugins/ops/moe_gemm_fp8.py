@@ -28,7 +28,8 @@ class Options:
     flags: int = 0
 
 
-DEFAULT = Options()
+# Dependent launch is always right: the kernel waits for the one ahead before it touches memory.
+DEFAULT = Options(flags=library.DEPENDENT_LAUNCH)
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,9 @@ class _Shape:
     options: Options
 
 
+# By stream: the offsets of its last moe_gate_up, until moe_down takes them. Whatever runs behind that product began
+# after its wait, and so after the offsets were written: moe_down need not wait for them (ROUTING_READY).
+_routed: dict[int, int] = {}
 _workspaces: dict[tuple[_Shape, torch.device, int], torch.Tensor] = {}
 
 
@@ -78,7 +82,9 @@ def moe_gate_up(
     args.weights, args.bias = weight.data_ptr(), bias.data_ptr()
     args.expert_offsets, args.row_slots = expert_offsets.data_ptr(), row_slots.data_ptr()
     args.out, args.out_scale = h.data_ptr(), _pointer(h_scale)
-    _launch(shape, args, x.device, options.flags)
+    stream = torch.cuda.current_stream(x.device).cuda_stream
+    _launch(shape, args, x.device, stream, options.flags)
+    _routed[stream] = expert_offsets.data_ptr()
 
 
 def moe_down(
@@ -106,7 +112,9 @@ def moe_down(
     args.weights, args.bias = weight.data_ptr(), _pointer(bias)
     args.expert_offsets, args.row_slots = expert_offsets.data_ptr(), row_slots.data_ptr()
     args.expert_weights, args.out = expert_weights.data_ptr(), out.data_ptr()
-    _launch(shape, args, h.device, options.flags)
+    stream = torch.cuda.current_stream(h.device).cuda_stream
+    ready = _routed.pop(stream, None) == expert_offsets.data_ptr() and options is DEFAULT
+    _launch(shape, args, h.device, stream, options.flags | (library.ROUTING_READY if ready else 0))
 
 
 def storage_of(weight: torch.Tensor, n: int, k: int) -> Storage:
@@ -154,8 +162,7 @@ def _arguments(shape: _Shape, tokens: int) -> MoeGemmArgs:
     )
 
 
-def _launch(shape: _Shape, args: MoeGemmArgs, device: torch.device, flags: int) -> None:
-    stream = torch.cuda.current_stream(device).cuda_stream
+def _launch(shape: _Shape, args: MoeGemmArgs, device: torch.device, stream: int, flags: int) -> None:
     loaded = library.load()
     key = (shape, device, stream)
     workspace = _workspaces.get(key)

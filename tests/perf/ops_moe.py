@@ -10,6 +10,7 @@ own format as TARGETS counts them) over 4.54 TB/s, divided by the measured time.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import statistics
 import subprocess
@@ -162,6 +163,7 @@ def main() -> None:
     parser.add_argument("--dependent-launch", action="store_true", help="launch with programmatic dependent launch")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--library", type=Path, help="another build of libgptoss_trt.so")
+    parser.add_argument("--commit", help="the commit to record where there is no git")
     parser.add_argument("--label", help="a word for the record, to tell builds apart")
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
     args = parser.parse_args()
@@ -169,7 +171,9 @@ def main() -> None:
         library.SEARCH_PATHS = (args.library,)
     flags = library.DEPENDENT_LAUNCH | library.ROUTING_READY if args.dependent_launch else 0
     torch.manual_seed(0)
-    extra = {"card": torch.cuda.get_device_name(), "commit": commit()} | ({"label": args.label} if args.label else {})
+    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+    extra = {"card": torch.cuda.get_device_name(), "commit": args.commit or commit(), "date": today}
+    extra |= {"label": args.label} if args.label else {}
     for model in args.model:
         for product in args.product:
             for storage in args.storage:

@@ -95,7 +95,8 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
   const int tokens = instruction_tokens(block.rows);
   const auto source_row = [&](int token) {
     const int row = block.first_row + token;
-    return is_gate_up(kKind) ? __ldg(p.row_slots + row) / p.top_k : row;
+    if (!is_gate_up(kKind)) return row;
+    return p.x_rows == 1 ? 0 : __ldg(p.row_slots + row) / p.top_k;  // one token: no need to look
   };
   named_barrier_sync(kTokensBarrier, kConsumerThreads);  // nobody reads the old block any more
   if (p.bias != nullptr) {
