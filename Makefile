@@ -47,5 +47,11 @@ library: setup
 wheel: setup
 	@$(RUN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
 
+soak: setup
+	@$(RUN)/python tests/soak/run.py --seconds $(SOAK_SECONDS)
+
+fuzz: setup
+	@$(RUN)/python tests/fuzz/run.py --seconds $(FUZZ_SECONDS)
+
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache

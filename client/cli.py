@@ -40,6 +40,7 @@ COMMANDS = {
     "bench": CommandEntry(
         "gptoss_trt.client.bench.cli", "bench", "Measure a server, the engine or its operators.", "client"
     ),
+    "top": CommandEntry("gptoss_trt.client.top.cli", "top", "Watch a server live in the terminal.", "client"),
     "doctor": CommandEntry(
         "gptoss_trt.runtime.launch.doctor_cli", "doctor", "Say what this machine can and cannot do.", "serve"
     ),

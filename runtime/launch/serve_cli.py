@@ -1,6 +1,6 @@
 """`gptoss-trt serve`: starts tritonserver over an engine, prints where it is, drains on SIGTERM.
 
-Invariant: exit status 0 means that every stream was finished or cancelled and nothing of the server is left.
+Invariant: what it prints first was answered by a real request. The life after that is serving.py's.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import click
@@ -21,10 +21,13 @@ import click
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.gateway import ApiOptions, gateway_port, start_api, wants_gateway
 from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
-from gptoss_trt.runtime.launch.stub_watch import StubWatch
+from gptoss_trt.runtime.launch.serving import Serving, Signals, StartInterruptedError
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, describe, start_server
+from gptoss_trt.runtime.openai.gateway.process import GatewayProcess
 
+API_NAMES = ("served_model_name", "api_key_file", "api_workers", "ssl_certfile", "ssl_keyfile", "cors_origin")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EPILOG = """\b
 Examples:
@@ -33,31 +36,6 @@ Examples:
   gptoss-trt serve engine/ --chat-mode        # text_input is one user turn of chat
   gptoss-trt serve engine/ --address 0.0.0.0  # only with a current server, behind your own proxy
 """
-
-
-class StartInterruptedError(Exception):
-    """A signal came before the server was ready."""
-
-
-class Signals:
-    """Counts SIGTERM and SIGINT: the first one drains, the second one ends. While starting, one raises instead."""
-
-    def __init__(self) -> None:
-        self.count = 0
-        self.starting = True
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def ignore(self) -> None:
-        """No signal changes the exit status once all is done: the interpreter would put the default handlers back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
-        if self.starting:
-            self.starting = False
-            raise StartInterruptedError(signal.Signals(number).name)
 
 
 @click.command(epilog=EPILOG)
@@ -70,6 +48,14 @@ class Signals:
 @click.option("--chat-mode", is_flag=True, help="text_input is one user turn; text_output is the final channel only.")
 @click.option("--keep-special-tokens", is_flag=True, help="text_output keeps the text of special tokens.")
 @click.option("--unary", is_flag=True, help="Non-decoupled models, for clients that only do unary infer.")
+@click.option("--openai-port", default=8080, show_default=True, help="Port of the OpenAI API.")
+@click.option("--no-openai", is_flag=True, help="Start no OpenAI gateway.")
+@click.option("--served-model-name", multiple=True, default=("gpt-oss",), show_default=True, help="Repeatable.")
+@click.option("--api-key-file", type=click.Path(path_type=Path), help="Keys of the OpenAI API, one a line.")
+@click.option("--api-workers", default=1, show_default=True, help="Processes of the OpenAI gateway.")
+@click.option("--ssl-certfile", type=click.Path(path_type=Path), help="TLS for the OpenAI API.")
+@click.option("--ssl-keyfile", type=click.Path(path_type=Path))
+@click.option("--cors-origin", multiple=True, help="Origin that browsers may call the OpenAI API from (repeatable).")
 @click.option("--drain-seconds", default=30.0, show_default=True, help="How long streams may finish after SIGTERM.")
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Sockets, logs and the assembled repository.")
 @click.option(
@@ -90,11 +76,16 @@ def serve(
     models: tuple[str, ...],
     drain_seconds: float,
     engine_options: tuple[str, ...],
+    no_openai: bool,
+    openai_port: int,
     **chosen: Any,
 ) -> int:
     """Serve ENGINE_DIR from tritonserver until SIGTERM or Ctrl-C."""
     logging.basicConfig(level=settings.read("GPTOSS_TRT_LOG_LEVEL"), format="%(asctime)s %(levelname)s %(message)s")
+    own = {name: chosen.pop(name) for name in API_NAMES}
+    api = ApiOptions(port=openai_port, **own)
     parameters = {
+        "served_model_name": ",".join(api.served_model_name),
         "chat_mode": str(chat_mode).lower(),
         "skip_special_tokens": str(not keep_special_tokens).lower(),
     }
@@ -121,12 +112,17 @@ def serve(
         click.echo(f"{interruption} while starting: ended", err=True)
         return 128 + signal.Signals[str(interruption)].value
     signals.starting = False
+    gateway = None
     try:
-        _announce(server, as_json, start)
+        if not no_openai and wants_gateway(options):
+            gateway = start_api(server, api)
+        _announce(server, gateway, as_json, start)
     except LaunchError as error:
+        Serving(server, signals, gateway, lambda: start_api(server, api)).stop_gateway(time.monotonic())
         server.stop(drain_s=0)
         raise click.ClickException(str(error)) from error
-    status = _serve_until_signal(server, signals)
+    bound = replace(api, port=gateway_port(gateway)) if gateway is not None else api
+    status = Serving(server, signals, gateway, lambda: start_api(server, bound)).run(partial(click.echo, err=True))
     signals.ignore()
     return status
 
@@ -161,48 +157,20 @@ def _warn_of_exposure(options: ServerOptions) -> None:
         )
 
 
-def _announce(server: TritonServer, as_json: bool, start: float) -> None:
+def _announce(server: TritonServer, gateway: GatewayProcess | None, as_json: bool, start: float) -> None:
     asked = server.options.models
     if asked is None or "ensemble" in asked:
         server.first_answer()
     ready_s = time.monotonic() - start
     if as_json:
-        click.echo(json.dumps({**describe(server), "ready_s": round(ready_s, 3)}))
+        openai = {} if gateway is None else {"openai": f"{gateway.url}/v1"}
+        click.echo(json.dumps({**describe(server), **openai, "ready_s": round(ready_s, 3)}))
     else:
         body = '{"text_input": "Hello", "max_tokens": 16}'
         click.echo(f"ready after {ready_s:.1f} s")
         click.echo(f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}\n  metrics  {server.metrics_url}")
+        if gateway is not None:
+            click.echo(f"  OpenAI   {gateway.url}/v1")
         click.echo(f"  log      {server.log_path}")
         click.echo(f"try: curl -s {server.http_url}/v2/models/ensemble/generate -d '{body}'")
     sys.stdout.flush()
-
-
-def _serve_until_signal(server: TritonServer, signals: Signals) -> int:
-    process = server.process
-    assert process is not None
-    watch = StubWatch(server)
-    watch.start()
-    while process.poll() is None and not signals.count:
-        time.sleep(0.1)
-    watch.stop()
-    if process.poll() is not None:
-        click.echo(f"tritonserver ended by itself; {server.log_tail()}", err=True)
-        return server.stop() or 1
-    click.echo(f"draining for at most {server.options.drain_s:.0f} s; a second signal ends at once", err=True)
-    return _drain(server, signals)
-
-
-def _drain(server: TritonServer, signals: Signals) -> int:
-    """Lets streams finish until the drain time is up or a second signal comes."""
-    process = server.process
-    assert process is not None
-    process.send_signal(signal.SIGTERM)
-    deadline = time.monotonic() + server.options.drain_s
-    while process.poll() is None and time.monotonic() < deadline and signals.count < 2:
-        time.sleep(0.05)
-    return server.stop(drain_s=0) if process.poll() is None else _ended(server)
-
-
-def _ended(server: TritonServer) -> int:
-    server.clean()
-    return 0

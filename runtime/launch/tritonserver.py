@@ -223,8 +223,7 @@ class TritonServer:
                 os.killpg(self.process.pid, signal.SIGKILL)
         self._end_engine()
         _remove_regions(self.folder)
-        fcntl.flock(self._lock, fcntl.LOCK_UN)
-        self._lock.close()
+        self._lock.close()  # and with it the lock
 
     def log_tail(self, lines: int = 15) -> str:
         """The end of the server's log, for an error message."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 ENGINE = {
@@ -36,7 +37,8 @@ class Serve:
         engine.mkdir(exist_ok=True)
         (engine / "scripted.json").write_text(json.dumps(ENGINE), encoding="utf-8")
         command = [sys.executable, "-m", "gptoss_trt", "serve", str(engine), "--json", *FREE_PORTS]
-        command += ["--model", "tensorrt_llm", "--model", "ensemble", "--state-dir", str(folder / "state"), *options]
+        models = () if "--openai-port" in options else ("--model", "tensorrt_llm", "--model", "ensemble")
+        command += [*models, "--state-dir", str(folder / "state"), *options]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def announcement(self) -> dict[str, Any]:
@@ -185,3 +187,25 @@ def test_no_engine_is_a_plain_error(tmp_path: Path) -> None:
     assert result.returncode == 1
     assert "is not an engine directory: manifest.json is missing" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_the_openai_gateway_starts_heals_and_ends_with_the_server(folder: Path) -> None:
+    serve = Serve(folder, "--openai-port", "0", "--served-model-name", "gpt-oss-20b")
+    url = serve.announcement()["openai"]
+    assert url.startswith("http://127.0.0.1:") and url.endswith("/v1")
+    with urllib.request.urlopen(f"{url}/models", timeout=20) as answer:
+        assert [model["id"] for model in json.load(answer)["data"]] == ["gpt-oss-20b"]
+    children = psutil.Process(serve.process.pid).children()
+    (gateway,) = [child for child in children if "gptoss_trt.runtime.openai.gateway" in child.cmdline()]
+    gateway.kill()
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            if status_of(f"{url}/models") == 200:
+                break
+        except OSError:
+            time.sleep(0.2)
+    assert status_of(f"{url}/models") == 200
+    assert serve.end()[0] == 0
+    with pytest.raises(OSError):
+        status_of(f"{url}/models")
