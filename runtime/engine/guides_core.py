@@ -37,7 +37,7 @@ class GuidedCore:
         self._core = core
         self._compiler = compiler
         self._pool = ThreadPoolExecutor(THREADS, "guides")
-        self._table = self._pool.submit(compiler.warm)
+        self._table: Future[Any] | None = None  # made when the first guide comes: who guides nothing pays nothing
         self._pending: dict[RequestKey, _Pending] = {}
         self._events: list[tuple[RequestKey, Event]] = []
 
@@ -48,6 +48,7 @@ class GuidedCore:
             reason = f"{len(self._pending)} requests wait for their guides; the limit is {MAX_PENDING}"
             self._refuse(key, submit, "RESOURCE_EXHAUSTED", reason)
         else:
+            self._table = self._table or self._pool.submit(self._compiler.warm)
             ready = self._pool.submit(self._compile, submit)
             self._pending[key] = _Pending(submit, arrival_ns, ready, time.monotonic())
 
@@ -87,7 +88,9 @@ class GuidedCore:
             if waiting.ready.done():
                 del self._pending[key]
                 self._hand_on(key, waiting)
-            elif self._table.done() and now - waiting.since > COMPILE_TIMEOUT_S:
+            elif self._table is not None and not self._table.done():
+                waiting.since = now
+            elif now - waiting.since > COMPILE_TIMEOUT_S:
                 del self._pending[key]
                 waiting.ready.cancel()
                 reason = f"the guide was not compiled within {COMPILE_TIMEOUT_S:.0f} s"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,12 @@ import torch
 
 from gptoss_trt.runtime.engine.guides_core import GuidedCore
 from gptoss_trt.runtime.engine.guides_llguidance import LlguidanceCompiler
+from gptoss_trt.runtime.engine.loop import EngineLoop
 from gptoss_trt.runtime.engine.messages import Error, Finished, Guide, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore
 from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.script import ScriptedEngine
+from gptoss_trt.runtime.engine.scripted import ScriptedCore
 from gptoss_trt.runtime.launch.demo import demo_engine
 from gptoss_trt.runtime.model import load_model
 from gptoss_trt.runtime.openai.chat_objects import ChatAnswer
@@ -158,3 +162,35 @@ def test_mixed_with_unguided_requests_in_one_batch(core: GuidedCore) -> None:
         answer.push(event)
     assert answer.completion()["choices"][0]["message"]["content"] == "only this"
     assert sum(len(event.token_ids) for event in others if isinstance(event, Tokens)) == 24
+
+
+def test_the_engine_s_loop_serves_others_while_a_guide_is_compiled() -> None:
+    """Over a scripted core: what the loop sees of a slow grammar."""
+    compiler = _SlowCompiler(16)
+    delivered: list[tuple[Any, Any]] = []
+    loop = EngineLoop(
+        lambda: GuidedCore(ScriptedCore(ScriptedEngine(step_ms=1.0)), compiler), delivered.extend, pytest.fail
+    )
+    loop.start()
+    loop.submit((1, "guided"), Submit("guided", (7, 8), 2, guides=(Guide("regex", "a"),)))
+    loop.submit((1, "free"), Submit("free", (7, 8), 2))
+    deadline = time.monotonic() + 20
+    while sum(isinstance(event, Finished) for _, event in delivered) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    loop.stop(5.0)
+    ends = [key[1] for key, event in delivered if isinstance(event, Finished)]
+    assert ends == ["free", "guided"]
+    assert compiler.thread != "engine-loop"
+
+
+class _SlowCompiler(LlguidanceCompiler):
+    thread = ""
+
+    def warm(self) -> Any:
+        return None
+
+    def compile(self, guides: tuple[Guide, ...]) -> Any:
+        time.sleep(0.3)
+        self.thread = threading.current_thread().name
+        return None
