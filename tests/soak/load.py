@@ -109,15 +109,16 @@ class Clients:
     cancels while its error is on the way.
     """
 
-    def __init__(self, grpc_target: str, http_url: str) -> None:
+    def __init__(self, grpc_target: str, http_url: str, http_share: float) -> None:
         options = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_send_message_length", -1)]
         self._channels = [grpc.aio.insecure_channel(grpc_target, options=options) for _ in range(CHANNELS)]
         self._stubs = [service_pb2_grpc.GRPCInferenceServiceStub(channel) for channel in self._channels]
+        self._http_share = http_share
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
         self.http = httpx.AsyncClient(base_url=http_url, limits=limits)
 
     def open(self, call: Call, generator: random.Random) -> AsyncRecordSource:
-        if generator.random() < 0.3:
+        if generator.random() < self._http_share:
             return AsyncHttpSource(self.http, call)
         return self.grpc(call, generator.randrange(CHANNELS))
 

@@ -81,6 +81,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--engine", choices=("demo", "scripted"), default="demo")
     parser.add_argument("--streams", type=int, default=200)
     parser.add_argument("--deadline", type=float, default=120.0, help="seconds that an answer may take")
+    parser.add_argument("--http-share", type=float, default=0.3, help="of the requests; the others are gRPC")
     parser.add_argument("--step-ms", type=float, default=5.0, help="of the scripted engine")
     parser.add_argument("--memory-limit-mib", type=float, default=256.0, help="growth that fails the run")
     parser.add_argument("--seed", type=int, default=1)
@@ -110,7 +111,7 @@ def keep_logs(server: TritonServer, output: Path) -> None:
 
 async def soak(server: TritonServer, options: argparse.Namespace) -> dict[str, Any]:
     """The whole run against a server that is ready."""
-    clients, windows = Clients(server.grpc_url, server.http_url), Windows()
+    clients, windows = Clients(server.grpc_url, server.http_url, options.http_share), Windows()
     source: Source = ScriptedQuestions(options.seed)
     if options.engine == "demo":
         known = await demo_questions(clients, options.seed)

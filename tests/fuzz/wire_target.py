@@ -1,0 +1,173 @@
+"""The wire: HTTP bodies and gRPC messages, damaged, sent to a real tritonserver over a scripted engine.
+
+Invariant: every request ends within the limit with an answer or an error of the caller's kind; an INTERNAL error, a
+traceback or a server that no longer answers is a fault. Must not know how a model reads its inputs.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import mutate
+from local_targets import BODIES
+from target import FaultError
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from gptoss_trt.client.requests import Call, text_values, token_values
+from gptoss_trt.client.tensors import encode_request
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, start_server
+
+ANSWER_S = 15.0
+GOOD_EVERY = 20  # cases between two looks whether a good request is answered
+SCRIPT = {"step_ms": 1.0, "max_context": 4096, "full_blocks": 8192, "block_tokens": 64, "default": {"echo": True}}
+MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "chat", "completions", "preprocessing", "postprocessing")
+GENERATE: dict[str, Any] = {
+    "tensorrt_llm": {"input_ids": [21, 22], "input_lengths": 2, "request_output_len": 5, "temperature": 0.5},
+    "ensemble": {"text_input": "hello", "max_tokens": 5, "top_p": 0.5, "stop_words": ["x"], "stream": False},
+    "tensorrt_llm_bls": {"text_input": "hello", "max_tokens": 5},
+}
+CALLS = (
+    Call("tensorrt_llm", token_values((21, 22, 23), 5, stream=True, stop_sequences=((5, 6),))),
+    Call("ensemble", text_values("hello", 5, stream=True, stop_words=("x",))),
+    Call("chat", {"request": json.dumps(BODIES["chat"]), "stream": True}),
+    Call("completions", {"request": json.dumps(BODIES["completions"]), "stream": False}),
+)
+CARELESS = re.compile(
+    r"Traceback|object has no attribute|unsupported operand|NoneType|not subscriptable|KeyError|IndexError|"
+    r"list index|unexpected keyword|\binternal error\b|: cannot reshape|could not be started",
+    re.IGNORECASE,
+)
+
+
+class Wire:
+    """A server that gets damaged requests. `close` stops it."""
+
+    name = "wire"
+    allowed: tuple[type[BaseException], ...] = ()
+
+    def __init__(self) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
+        engine = Path(self._folder.name) / "engine"
+        engine.mkdir()
+        (engine / "scripted.json").write_text(json.dumps(SCRIPT), encoding="utf-8")
+        options = ServerOptions(
+            engine,
+            state_dir=Path(self._folder.name) / "state",
+            http_port=0,
+            grpc_port=0,
+            metrics_port=0,
+            models=MODELS,
+        )
+        self.server: TritonServer = start_server(options)
+        self._http = httpx.Client(base_url=self.server.http_url, timeout=ANSWER_S)
+        self._channel = grpc.insecure_channel(self.server.grpc_url)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._cases = 0
+
+    def close(self) -> None:
+        self._http.close()
+        self._channel.close()
+        self.server.stop(drain_s=2.0)
+        self._folder.cleanup()
+
+    def case(self, generator: random.Random) -> tuple[str, Callable[[], Any]]:
+        if generator.random() < 0.5:
+            model, body = _http_body(generator)
+            route = generator.choice(("generate", "generate_stream"))
+            return f"POST {model}/{route} {body!r}", lambda: self._checked(lambda: self._post(model, route, body))
+        request = _grpc_message(generator)
+        return f"{request.model_name} {_described(request)}", lambda: self._checked(lambda: self._infer(request))
+
+    def _checked(self, send: Callable[[], None]) -> None:
+        send()
+        self._cases += 1
+        if self._cases % GOOD_EVERY == 0:
+            good = self._http.post("/v2/models/ensemble/generate", json=GENERATE["ensemble"])
+            if good.status_code != 200 or good.json()["text_output"] != "hello":
+                raise FaultError(f"a good request got {good.status_code} {good.text[:200]}")
+        if self.server.process is None or self.server.process.poll() is not None:
+            raise FaultError(f"the server died: {self.server.log_tail(5)}")
+
+    def _post(self, model: str, route: str, body: bytes) -> None:
+        try:
+            answer = self._http.post(f"/v2/models/{model}/{route}", content=body)
+        except httpx.TimeoutException as error:
+            raise FaultError(f"no answer in {ANSWER_S:.0f} s") from error
+        except httpx.TransportError as error:
+            raise FaultError(f"the connection broke: {error}") from error
+        _judge(str(answer.status_code), answer.text)
+
+    def _infer(self, request: service_pb2.ModelInferRequest) -> None:
+        metadata = [("triton_grpc_error", "true")]
+        try:
+            for reply in self._stub.ModelStreamInfer(iter([request]), timeout=ANSWER_S, metadata=metadata):
+                _judge("OK", reply.error_message)
+        except grpc.RpcError as error:
+            code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
+            if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+                raise FaultError(f"no end in {ANSWER_S:.0f} s: {details}") from error
+            _judge(code.name, details)
+
+
+def _judge(status: str, text: str) -> None:
+    if status in ("INTERNAL", "500", "UNKNOWN", "DATA_LOSS") or CARELESS.search(text):
+        raise FaultError(f"answered with {status} {text[:250]}")
+
+
+def _http_body(generator: random.Random) -> tuple[str, bytes]:
+    if generator.random() < 0.5:
+        model = generator.choice(("chat", "completions"))
+        body = BODIES[model] if generator.random() < 0.3 else mutate.change(BODIES[model], generator)
+        text = json.dumps({**body, "stream": False} if isinstance(body, dict) else body)
+        if generator.random() < 0.2:
+            text = mutate.damage(text.encode(), generator).decode("latin-1")
+        outer: Any = {"request": text, "stream": generator.random() < 0.5}
+    else:
+        model = generator.choice(tuple(GENERATE))
+        outer = mutate.change(GENERATE[model], generator)
+    data = json.dumps(outer).encode()
+    return model, mutate.damage(data, generator) if generator.random() < 0.2 else data
+
+
+def _grpc_message(generator: random.Random) -> service_pb2.ModelInferRequest:
+    request = encode_request(generator.choice(CALLS))
+    for _ in range(generator.choice((1, 1, 2, 3))):
+        index = generator.randrange(len(request.inputs))
+        entry, deed = request.inputs[index], generator.randrange(8)
+        if deed == 0:
+            request.raw_input_contents[index] = mutate.damage(request.raw_input_contents[index], generator)
+        elif deed == 1:
+            del entry.shape[:]
+            entry.shape.extend(generator.choice(([], [0], [1], [-1], [1, 0], [1, 1], [2, 1], [1, 1, 1], [1, 2**40])))
+        elif deed == 2:
+            entry.datatype = generator.choice(("INT64", "FP32", "BYTES", "BOOL", "", "FP16", "nonsense"))
+        elif deed == 3:
+            entry.name = generator.choice(("", "input_ids", "nonsense", "stop", "x" * 5000, "request"))
+        elif deed == 4:
+            request.inputs.add(name=entry.name, datatype=entry.datatype, shape=entry.shape)
+            request.raw_input_contents.append(request.raw_input_contents[index])
+        elif deed == 5 and len(request.inputs) > 1:
+            del request.inputs[index]
+            del request.raw_input_contents[index]
+        elif deed == 6:
+            request.parameters[
+                generator.choice(("priority", "timeout", "sequence_id", "x"))
+            ].int64_param = generator.choice((-1, 0, 1, 2**40))
+        else:
+            request.outputs.add(name=generator.choice(("text_output", "output_ids", "nonsense", "")))
+    return request
+
+
+def _described(request: service_pb2.ModelInferRequest) -> str:
+    inputs = [f"{entry.name}:{entry.datatype}{list(entry.shape)}" for entry in request.inputs]
+    return (
+        f"{inputs} outputs {[entry.name for entry in request.outputs]} raw {request.SerializeToString().hex()[:1500]}"
+    )
