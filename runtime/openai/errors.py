@@ -32,16 +32,21 @@ class RequestError(ValueError):
     """A request that is not served. `status`: HTTP status; `param`: the place in the request; `code`: a short word."""
 
     def __init__(self, status: int, param: str | None, message: str, code: str | None = None) -> None:
-        super().__init__(message)
+        self.message = _encodable(message)
+        super().__init__(self.message)
         self.status = status
-        self.param = param
-        self.message = message
+        self.param = None if param is None else _encodable(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
         """The response's JSON: {"error": {"message", "type", "param", "code"}}."""
         kind = _TYPES.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def _encodable(text: str) -> str:
+    """`text`, in which half a surrogate pair that a client wrote is spelled out: it has no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def engine_error(code: ErrorCode, message: str) -> RequestError:

@@ -69,7 +69,7 @@ def read_response(body: Mapping[str, Any]) -> ResponseRequest:
     names = ResponseRequest.model_fields.keys() - {"extra"}
     for name in sorted(known.keys() - names, key=str):
         value = known.pop(name)
-        if name in REFUSED and value not in (False, {}, [], ""):
+        if name in REFUSED and value not in (False, {}, [], "", {"include_obfuscation": False}):
             raise RequestError(400, name, f"{name} {REFUSED[name]}", "unsupported_parameter")
         if name not in IGNORED and name not in REFUSED:
             near = did_you_mean(name, [*names, *_SAME, *IGNORED])

@@ -109,6 +109,17 @@ def test_bodies_that_are_no_requests(gateway: httpx.Client, data: bytes, status:
     assert response.json()["error"]["message"]
 
 
+def test_half_a_surrogate_pair_is_no_defect(gateway: httpx.Client) -> None:
+    def post(path: str, **body: Any) -> httpx.Response:
+        return gateway.post(path, content=json.dumps(body).encode())
+
+    half = "\ud800"
+    assert post("/v1/responses", input=half, instructions=half, metadata={half: half}).status_code == 200
+    assert post("/v1/chat/completions", **{**chat(half), half: 1}).status_code == 400
+    assert post("/v1/chat/completions", **chat(half)).status_code == 200
+    assert post("/tokenize", prompt=half).status_code == 200
+
+
 def test_a_body_without_a_length_is_cut_at_the_limit(gateway: httpx.Client) -> None:
     response = gateway.post("/v1/chat/completions", content=(b"x" * 50_000 for _ in range(10)))
     assert response.status_code == 413

@@ -7,6 +7,7 @@ routes' meaning.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import secrets
@@ -14,7 +15,7 @@ import time
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from gptoss_trt.runtime.openai.errors import RequestError
@@ -36,7 +37,8 @@ def error_response(error: RequestError) -> Response:
         headers["retry-after"] = str(RETRY_AFTER_S)
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error.body(), error.status, headers)
+    # ASCII: what a client wrote and the text repeats may hold half a surrogate pair, which UTF-8 cannot.
+    return Response(json.dumps(error.body()), error.status, headers, "application/json")
 
 
 class Front:

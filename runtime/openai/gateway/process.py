@@ -1,7 +1,7 @@
 """A gateway as a child process: start it, know its address, end it.
 
 Invariant: `start_gateway` returns a gateway that listens, or raises with what it said. Must not know the server behind
-it. Standard library only, so a launcher can import it without FastAPI.
+it. Imports neither FastAPI nor gRPC, for launchers' sake.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from gptoss_trt.runtime.openai.errors import RequestError
 from gptoss_trt.runtime.openai.gateway.bodies import read_object
@@ -54,12 +54,12 @@ async def create(request: Request) -> Response:
         exchange.close()
     answer.finish()
     await _store(request, asked, answer, history)
-    return JSONResponse(answer.response())
+    return _json(answer.response())
 
 
 @router.get("/v1/responses/{response_id}")
 async def read(request: Request, response_id: str) -> Response:
-    return JSONResponse((await _stored(request, response_id))["response"])
+    return _json((await _stored(request, response_id))["response"])
 
 
 @router.get("/v1/responses/{response_id}/input_items")
@@ -67,14 +67,19 @@ async def input_items(request: Request, response_id: str) -> Response:
     items = (await _stored(request, response_id))["input"]
     ids = [item["id"] for item in items]
     ends = {"first_id": ids[0] if ids else None, "last_id": ids[-1] if ids else None}
-    return JSONResponse({"object": "list", "data": items, "has_more": False, **ends})
+    return _json({"object": "list", "data": items, "has_more": False, **ends})
 
 
 @router.delete("/v1/responses/{response_id}")
 async def delete(request: Request, response_id: str) -> Response:
     if not await asyncio.to_thread(request.app.state.store.delete, request.state.owner, response_id):
         raise _not_found(response_id)
-    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+    return _json({"id": response_id, "object": "response", "deleted": True})
+
+
+def _json(body: Json) -> Response:
+    """ASCII JSON: the request's own texts are in it, and half a surrogate pair in one has no UTF-8."""
+    return Response(json.dumps(body), media_type="application/json")
 
 
 async def _events(

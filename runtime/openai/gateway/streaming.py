@@ -149,4 +149,4 @@ class _EventStream(Response):
 
 def event_of(body: dict[str, Any]) -> bytes:
     """One event of a JSON object."""
-    return b"data: " + json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    return b"data: " + json.dumps(body, separators=(",", ":")).encode() + b"\n\n"

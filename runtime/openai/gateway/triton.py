@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import struct
 from collections.abc import AsyncIterator
 from typing import Any
@@ -17,6 +18,8 @@ import grpc
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from gptoss_trt.runtime.openai.errors import RequestError
+
+log = logging.getLogger(__name__)
 
 HEALTH_TIMEOUT_S = 5.0
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
@@ -102,9 +105,12 @@ def error_of_text(text: str | bytes) -> RequestError:
 
 
 def _error_of_rpc(error: Any) -> RequestError:
-    status, details = error.code(), error.details()
+    status = error.code()
+    log.warning("gRPC %s: %s", status.name, error.details())  # the details name addresses: not for clients
     code = {grpc.StatusCode.RESOURCE_EXHAUSTED: 429, grpc.StatusCode.DEADLINE_EXCEEDED: 504}.get(status, 503)
-    return RequestError(code, None, f"the server cannot be reached: {details}", status.name.lower())
+    return RequestError(
+        code, None, f"the server behind the gateway cannot be reached: {status.name}", status.name.lower()
+    )
 
 
 def _texts(response: Any) -> list[bytes]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
+import subprocess
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from gptoss_trt.runtime.openai.gateway.options import (
     gateway_command,
     read_options,
 )
+from gptoss_trt.runtime.openai.gateway.process import GatewayError, start_gateway
 
 
 def test_a_command_line_carries_every_option() -> None:
@@ -117,9 +120,37 @@ def test_a_defect_is_an_openai_error() -> None:
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
 
 
+def test_tls_with_workers_and_no_server_behind(tmp_path: Path) -> None:
+    """An own certificate; what is said of the server that is not there names no address."""
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    line = f"openssl req -x509 -newkey rsa:2048 -nodes -keyout {key} -out {certificate} -days 1 -subj /CN=localhost"
+    subprocess.run([*line.split(), "-addext", "subjectAltName=IP:127.0.0.1"], check=True, capture_output=True)
+    options = GatewayOptions(
+        grpc_url="127.0.0.1:1", port=0, ssl_certfile=certificate, ssl_keyfile=key, api_workers=2, max_model_len=7
+    )
+    gateway = start_gateway(options, tmp_path / "log")
+    try:
+        context = ssl.create_default_context(cafile=str(certificate))
+        with httpx.Client(base_url=gateway.url, verify=context, timeout=60) as client:
+            assert gateway.url.startswith("https://")
+            assert client.get("/health").status_code == 200
+            assert client.get("/ready").status_code == 503
+            assert client.get("/v1/models").json()["data"][0]["max_model_len"] == 7
+            refused = client.post("/v1/chat/completions", json={"messages": []})
+    finally:
+        assert gateway.stop() == 0
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "127.0.0.1" not in refused.text
+
+
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
     listener = entry._bind(GatewayOptions(port=0))
     port = listener.getsockname()[1]
     assert entry.main([f"--port={port}"]) == 1
     assert f"port {port}" in capsys.readouterr().err
     listener.close()
+
+
+def test_a_gateway_that_cannot_start_says_why(tmp_path: Path) -> None:
+    with pytest.raises(GatewayError, match="api_key_file"):
+        start_gateway(GatewayOptions(port=0, api_key_file=tmp_path / "none"), tmp_path / "log")
