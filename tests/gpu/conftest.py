@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 
 HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # tests are imported by file; what several of them share lies beside them
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
