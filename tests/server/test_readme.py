@@ -1,10 +1,14 @@
-"""Every command in the README runs: here against the demo checkpoint under the README's names, or where it says."""
+"""Every command in the README runs: here against the demo checkpoint under the README's names, or where it says.
+
+The README's ports may be taken on the machine of a test: they are replaced by free ones, in the text and by options.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,8 +27,35 @@ ELSEWHERE = {"make demo": ".ci/run", "make test": ".ci/run", "make soak": "Makef
 NOT_RUN = re.compile(r"docker (build|run|compose) |tests/perf/|ENGINE_DIR=")
 
 
+def free_ports(count: int) -> list[str]:
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("127.0.0.1", 0))
+    ports = [str(each.getsockname()[1]) for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+PORTS = dict(zip(("8000", "8001", "8002", "8080"), free_ports(4), strict=True))
+SERVE_OPTIONS = ("--http-port", PORTS["8000"], "--grpc-port", PORTS["8001"], "--metrics-port", PORTS["8002"],
+                 "--openai-port", PORTS["8080"])  # fmt: skip
+# What the README leaves to defaults, said to commands that would look at the default port.
+ADDRESS = {
+    "gptoss-trt chat": f" --url grpc://127.0.0.1:{PORTS['8001']}",
+    "gptoss-trt bench serve": f" --url grpc://127.0.0.1:{PORTS['8001']}",
+    "gptoss-trt top": f" --url http://127.0.0.1:{PORTS['8002']}/metrics",
+}
+
+
+def on_our_ports(text: str) -> str:
+    for port, ours in PORTS.items():
+        text = re.sub(rf"(127\.0\.0\.1|localhost):{port}\b", rf"\g<1>:{ours}", text)
+    return text
+
+
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+    return [on_our_ports(block) for block in re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)]
 
 
 def commands() -> list[str]:
@@ -78,9 +109,8 @@ def start_server(place: Path, environment: dict[str, str]) -> None:
     """Starts the README's serve command in the background and waits for its line to try."""
     log = place / "serve.out"
     with log.open("w") as out:
-        SERVERS.append(
-            subprocess.Popen(SERVE, shell=True, cwd=place, env=environment, stdout=out, stderr=out, text=True)
-        )
+        command = [*SERVE.split(), *SERVE_OPTIONS]
+        SERVERS.append(subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out, text=True))
     deadline = time.monotonic() + 180
     while "try: curl" not in log.read_text():
         assert SERVERS[-1].poll() is None and time.monotonic() < deadline, log.read_text()
@@ -93,8 +123,9 @@ def test_every_command_runs_in_order(place: Path, shell: dict[str, str]) -> None
         if command == SERVE:
             start_server(place, shell)
             continue
+        address = next((more for name, more in ADDRESS.items() if command.startswith(name)), "")
         result = subprocess.run(
-            command, shell=True, cwd=place, env=shell, input=STANDARD_INPUT.get(command, ""),
+            command + address, shell=True, cwd=place, env=shell, input=STANDARD_INPUT.get(command, ""),
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         # doctor's status 1 says that something is missing on this machine, which is an answer.
