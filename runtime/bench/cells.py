@@ -89,9 +89,11 @@ class Bench:
         """Mean wall time of a step of `batch` sequences from `context` tokens on, growing by one a step."""
         steps = self._effort.steps
         self._model.pretend = True
-        core = self._core(batch, context + WARM_STEPS + steps + 2)
+        # The first prompts decode while the last are still read: their answers must outlast that.
+        answer = -(-batch * context // STEP_TOKENS) + WARM_STEPS + steps + 2
+        core = self._core(batch, context + answer)
         for number in range(batch):
-            self._submit(core, number, context, WARM_STEPS + steps + 2)
+            self._submit(core, number, context, answer)
         while core.stats()["inflight"]["generation_requests"] < batch:
             core.step()
         for _ in range(WARM_STEPS):

@@ -186,9 +186,13 @@ def test_expert_products(mxfp4: bool, h_group: int, tokens: int) -> None:
     inputs = (q, scales, up, up_scale, bf16(experts, 2 * INTER), offsets, active, slots, top_k, 7.0, 1.702, "plain",
               h_group)  # fmt: skip
     got, want = both("moe_gate_up", inputs, (torch.zeros(rows, INTER, dtype=E4M3), h_scale))
-    difference = (got[0].float() - want[0].float()).abs()
-    assert bool((difference <= want[0].float().abs() / 8 + 2.0**-9).all())
-    assert float((difference > 0).float().mean()) < 0.02
+    # The products may err by 2^-12 of the sum of absolute terms (about 24 here, the largest result about 11), which is
+    # up to 2^-8 of the largest code: small codes then move by several of their steps, large ones by one.
+    codes = want[0].float()
+    difference = (got[0].float() - codes).abs()
+    assert float((difference - codes.abs() / 8).max()) <= 448 * 2.0**-8
+    assert float((difference > 0).float().mean()) < 0.15
+    assert float(difference.square().mean().sqrt() / codes.square().mean().sqrt()) < 2.0**-5
     inputs = (want[0], want[1], down, down_scale, bf16(experts, H), torch.rand(tokens, top_k), offsets, active, slots,
               "plain", h_group)  # fmt: skip
     got, want = both("moe_down", inputs, (poisoned(tokens, top_k, H, dtype=torch.bfloat16),))

@@ -44,7 +44,7 @@ for what in "$@"; do
     ops) bench ops ops --model gpt-oss-20b --batch 1,64 --prefill 1024 --out "$out/ops.jsonl" ;;
     prefill) engine 20b --prefill 4096,8192 ;;
     more)
-      engine 20b --decode 1024:32,128 --decode 8192:1,64 --prefill 32768
+      engine 20b --decode 1024:64,32,128 --decode 8192:1,64 --prefill 32768
       engine 120b --decode 1024:32,128 --decode 8192:1,64 --prefill 4096,8192
       ;;
     *) echo "unknown: $what" && exit 2 ;;
