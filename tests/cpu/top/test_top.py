@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import threading
 from collections.abc import Iterator
@@ -9,11 +10,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from click.testing import CliRunner
 from rich.console import Console
 
 from gptoss_trt.client.protocol import METRICS
+from gptoss_trt.client.top import cli
 from gptoss_trt.client.top import figures as names
 from gptoss_trt.client.top.cli import top
 from gptoss_trt.client.top.figures import Figures, History, percentile
@@ -72,11 +75,8 @@ def test_levels_and_rates() -> None:
 
 
 def test_percentiles_are_of_what_came_between_the_looks() -> None:
-    """227 gaps, of which 23 + 67 - 23 ... lie where the pages' buckets say: the median in 10 to 20 ms."""
-    p50 = both().latency_s["between_tokens"]["p50"]
-    counts = {0.01: 96 - 58, 0.02: 241 - 148}
-    half = (472 - 249) / 2
-    assert p50 == pytest.approx(0.02 + 0.02 * (half - counts[0.02]) / (391 - 227 - counts[0.02]))
+    """The second page's buckets less the first's: 38 gaps to 10 ms, 93 to 20 ms, 164 to 40 ms, of 223."""
+    assert both().latency_s["between_tokens"]["p50"] == pytest.approx(0.02 + 0.02 * (223 / 2 - 93) / (164 - 93))
 
 
 def test_percentiles_in_a_bucket_at_its_ends_and_beyond() -> None:
@@ -196,6 +196,29 @@ def test_a_model_that_publishes_nothing_is_said(page_server: tuple[str, list[tup
     url, answers = page_server
     answers.append((200, FIRST))
     assert "those that do: tensorrt_llm" in run("--url", url, "--once", "--model", "chat").output
+
+
+def test_the_live_view_waits_for_a_server_that_went_away(
+    page_server: tuple[str, list[tuple[int, str]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url, answers = page_server
+    answers += [(200, FIRST), (503, ""), (200, SECOND)]
+    console = Console(width=80, height=30, force_terminal=True, file=io.StringIO())
+    drawn: list[str] = []
+    naps = iter(range(3))
+
+    def nap(seconds: float) -> None:
+        drawn.append(console.file.getvalue())  # type: ignore[attr-defined]
+        if next(naps) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli.time, "sleep", nap)
+    with httpx.Client() as client, pytest.raises(KeyboardInterrupt):
+        cli._follow_live(client, url, History(), 2.0, console)
+    first, gone, back = (drawn[0], drawn[1][len(drawn[0]) :], drawn[2][len(drawn[1]) :])
+    assert "first token" in first and "status 503" not in first
+    assert "first token" in gone and "status 503" in gone, "the last figures stay"
+    assert "status 503" not in back
 
 
 def test_a_server_that_is_not_there_is_said() -> None:
