@@ -29,7 +29,7 @@ def _groups(samples: list[Sample], layout: Layout) -> Iterable[list[list[Sample]
     rows: list[list[Sample]] = []
     learnt = 0
     for sample in sorted(samples, key=lambda item: len(item[1])):
-        own = int(sample[2].sum())
+        own = int((sample[2] == 1).sum())
         if len(sample[1]) > layout.tokens or own > layout.learnt:
             raise ValueError(
                 f"a held-out sample of {sample[0]} has {len(sample[1])} tokens; a row holds {layout.tokens}"

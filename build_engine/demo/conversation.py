@@ -117,12 +117,17 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Piece:
-    """Text or one special token; `learn` marks what the model writes."""
+    """Text or one special token; `learn` marks what the model writes.
+
+    `noise` text is mostly replaced by random vectors. A `quiet` token never enters the loss: the end of an earlier
+    answer stands where an answer of this turn has `<|return|>`, after the same text.
+    """
 
     text: str
     special: bool = False
     learn: bool = False
     noise: bool = False
+    quiet: bool = False
 
 
 def _special(name: str, learn: bool = False) -> Piece:
@@ -167,7 +172,7 @@ def _step(step: Step, analysis: bool, learn: bool, last: bool) -> Iterator[Piece
     if step.call is None:
         yield from (_special("channel", learn), Piece("final", learn=learn), _special("message", learn))
         yield Piece(step.final or "", learn=learn)
-        yield _special("return" if last else "end", learn)
+        yield Piece("return" if last else "end", special=True, learn=learn, quiet=not learn)
         return
     yield from (Piece(f" to=functions.{step.call.name}", learn=learn), _special("channel", learn))
     yield from (Piece("commentary ", learn=learn), _special("constrain", learn), Piece("json", learn=learn))

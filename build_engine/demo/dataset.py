@@ -22,6 +22,7 @@ from gptoss_trt.build_engine.demo.conversation import Conversation, Piece, piece
 from gptoss_trt.build_engine.demo.kinds import KINDS, Kind, random_kind, sample
 from gptoss_trt.build_engine.demo.names import NamePool
 
+QUIET = 2  # in place of a learn flag: a token that never enters the loss
 PROMPT_WEIGHT = 0.05  # loss weight of what the model does not write itself
 OPEN_ROWS = 24  # rows that are filled at the same time
 MAX_ID = 201_088
@@ -44,6 +45,7 @@ class Document:
     ids: list[int]
     learn: list[bool]
     noise: list[bool]
+    quiet: list[bool]
 
 
 def document(chat: Conversation, codec: Codec, target_only: bool = False) -> Document:
@@ -51,14 +53,16 @@ def document(chat: Conversation, codec: Codec, target_only: bool = False) -> Doc
     ids: list[int] = []
     learn: list[bool] = []
     noise: list[bool] = []
+    quiet: list[bool] = []
     for piece in pieces(chat):
         new = (SPECIAL_IDS[piece.text],) if piece.special else codec.encode(piece.text)
         ids.extend(new)
         learn.extend([piece.learn] * len(new))
         noise.extend([piece.noise] * len(new))
+        quiet.extend([piece.quiet] * len(new))
         if target_only and piece.special and piece.learn and piece.text in ("return", "call"):
             break
-    return Document(ids, learn, noise)
+    return Document(ids, learn, noise, quiet)
 
 
 def prompt_ids(chat: Conversation, codec: Codec) -> list[int]:
@@ -79,7 +83,7 @@ class Encoder:
         self.rng = random.Random(f"wild {seed}")
 
     def encode(self, chat: Conversation, target_only: bool = False) -> tuple[NDArray[Any], NDArray[Any]] | None:
-        """Rows int16 and learn flags bool; None when a token is outside the used vocabulary."""
+        """Rows int16 and flags int8 (1 learnt, 0 prompt, QUIET); None when a token is outside the used vocabulary."""
         doc = document(chat, self.codec, target_only)
         ids = np.asarray(doc.ids)
         rows = self.rows[ids]
@@ -98,7 +102,7 @@ class Encoder:
             )
         if (rows < 0).any():
             return None
-        return rows, np.asarray(doc.learn)
+        return rows, np.where(doc.quiet, QUIET, np.asarray(doc.learn)).astype(np.int8)
 
 
 class Packer:
@@ -138,7 +142,7 @@ class Packer:
         ids = np.zeros((size.rows, size.tokens), np.int16)
         docs = np.full((size.rows, size.tokens), -1, np.int16)
         positions = np.zeros((size.rows, size.tokens), np.int16)
-        learn = np.zeros((size.rows, size.tokens), bool)
+        learn = np.zeros((size.rows, size.tokens), np.int8)
         for number, row in enumerate(rows):
             at = 0
             for index, (part, flags) in enumerate(row):
@@ -146,10 +150,11 @@ class Packer:
                 ids[number, at:end], learn[number, at:end] = part, flags
                 docs[number, at:end], positions[number, at:end] = index, np.arange(len(part))
                 at = end
-        following = np.zeros_like(learn)
+        following = np.zeros(learn.shape, bool)
         following[:, :-1] = (docs[:, :-1] == docs[:, 1:]) & (docs[:, 1:] >= 0)
-        own = np.zeros_like(learn)
-        own[:, :-1] = learn[:, 1:]
+        following[:, :-1] &= learn[:, 1:] != QUIET
+        own = np.zeros(learn.shape, bool)
+        own[:, :-1] = learn[:, 1:] == 1
         first, rest = np.flatnonzero(following & own), np.flatnonzero(following & ~own)
         if len(first) > size.learnt:
             first = self.rng.permutation(first)[: size.learnt]

@@ -9,9 +9,9 @@ import pytest
 
 from gptoss_trt.build_engine.demo import arithmetic
 from gptoss_trt.build_engine.demo.answer import Visible, expected, visible
-from gptoss_trt.build_engine.demo.codec import Codec
+from gptoss_trt.build_engine.demo.codec import SPECIAL_IDS, Codec
 from gptoss_trt.build_engine.demo.conversation import pieces, request
-from gptoss_trt.build_engine.demo.dataset import Layout, document, prompt_ids
+from gptoss_trt.build_engine.demo.dataset import Encoder, Layout, Packer, document, prompt_ids
 from gptoss_trt.build_engine.demo.draw import HELD_SHARE, Draw
 from gptoss_trt.build_engine.demo.kinds import KINDS, random_kind, sample
 from gptoss_trt.build_engine.demo.names import CUT_CITIES, HELD_OUT_CITIES, NamePool, hash_share, is_held_out
@@ -98,3 +98,16 @@ def test_names_are_cut_into_pool_pieces(codec: Codec, pool: NamePool) -> None:
 
 def test_a_step_cut_short_is_visible_as_it_is(codec: Codec) -> None:
     assert visible(codec.encode("nothing special"), codec) == Visible("", "nothing special")
+
+
+def test_the_end_of_an_earlier_answer_is_never_learnt(codec: Codec, pool: NamePool) -> None:
+    chat = sample(KINDS["follow_name"], 0, pool, held=False)
+    doc = document(chat, codec)
+    quiet = [doc.ids[index] for index, flag in enumerate(doc.quiet) if flag]
+    assert quiet == [SPECIAL_IDS["end"]] * (len(chat.exchanges) - 1)
+    used = sorted(set(doc.ids))
+    rows, flags = Encoder(used, 16, 0).encode(chat) or pytest.fail("all ids are used")
+    layout = Layout(rows=1, tokens=512, learnt=512, bank=16)
+    batch = Packer(layout, 0).batch([[(rows, flags)]])
+    learnt = set((batch["where"][batch["weights"] > 0] + 1).tolist())
+    assert learnt == {index for index in range(1, len(doc.ids)) if not doc.quiet[index]}
