@@ -17,8 +17,10 @@ import psutil
 import torch
 
 from gptoss_trt.runtime.engine.cache_size import CacheShape
-from gptoss_trt.runtime.engine.core import RequestKey
+from gptoss_trt.runtime.engine.core import EngineCore, RequestKey
 from gptoss_trt.runtime.engine.guides import GuideCompiler, GuideError, GuideMatcher
+from gptoss_trt.runtime.engine.guides_core import GuidedCore
+from gptoss_trt.runtime.engine.guides_llguidance import LlguidanceCompiler
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Event, Submit
 from gptoss_trt.runtime.engine.metrics import Statistics
@@ -136,7 +138,7 @@ class ModelCore:
         return self._compiler.compile(guides) if guides and self._compiler is not None else None
 
 
-def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
+def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     """Loads the model in `engine_dir` and gives it a KV cache. Raises what load_model raises, and EngineLoadError."""
     from gptoss_trt.runtime.model import GraphedModel, load_model
 
@@ -145,7 +147,9 @@ def load_core(engine_dir: Path, options: EngineOptions) -> ModelCore:
     loaded = load_model(engine_dir, device=device)
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     kv_bytes = options.kv_bytes or _default_kv_bytes(_cache_shape(model, options.resolved(device)), device)
-    return ModelCore(model, options, kv_bytes=kv_bytes, device=device)
+    compiler = LlguidanceCompiler(model.config.vocab_size)
+    core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler)
+    return GuidedCore(core, compiler)
 
 
 def _context(model: Model, options: EngineOptions) -> int:
