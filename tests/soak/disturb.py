@@ -16,13 +16,17 @@ import urllib.request
 from dataclasses import dataclass, field
 
 import psutil
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 from windows import Windows
 
 from gptoss_trt.runtime.launch.server_binary import LaunchError
-from gptoss_trt.runtime.launch.tritonserver import ENGINE_MODULE, TritonServer
+from gptoss_trt.runtime.launch.tritonserver import ADMIN_HEADER, ENGINE_MODULE, TritonServer
 
 MEMORY_PERIOD_S = 2.0
 KILL_GAP_S = 130.0  # the engine's back-off forgets starts that are 120 s old
+CONTROL_TIMEOUT_S = 60.0
+GRPC_HEADER_PREFIX = "triton-grpc-protocol-"  # what --grpc-restricted-protocol puts before the header's name
 MIB = 1 << 20
 
 
@@ -74,13 +78,20 @@ class Disturber:
         model = self._models[self.reloads % len(self._models)]
         window = self._windows.open(model)
         try:
-            await asyncio.to_thread(self._server.control, model, "unload")
-            await asyncio.to_thread(self._server.control, model, "load")
-        except LaunchError as error:
+            await asyncio.to_thread(self._unload_and_load, model)
+        except InferenceServerException as error:
             self.problems.append(str(error))
         await self._recovered(f"reload of {model}")
         self.reloads += 1
         window.close()
+
+    def _unload_and_load(self, model: str) -> None:
+        """Over gRPC: tritonserver 2.51 loads a model that HTTP asked for in one of the 8 threads that write HTTP
+        streams, and the responses of that thread's streams which do not fit into its pipe meanwhile are dropped."""
+        headers = {GRPC_HEADER_PREFIX + ADMIN_HEADER: self._server.admin_key}
+        with grpcclient.InferenceServerClient(self._server.grpc_url) as client:
+            client.unload_model(model, headers=headers, client_timeout=CONTROL_TIMEOUT_S)
+            client.load_model(model, headers=headers, client_timeout=CONTROL_TIMEOUT_S)
 
     async def _recovered(self, what: str, timeout_s: float = 60.0) -> None:
         until = time.monotonic() + timeout_s
