@@ -31,12 +31,15 @@ def is_plain(works: Sequence[Work]) -> bool:
 
 def decode_plain(model: DrawingModel, batch: StepBatch, works: Sequence[Work]) -> list[Outcome]:
     """Outcomes of a step that `is_plain`, in its order."""
-    temperature, share = [], []
-    for work in works:
-        request, sequence = work.sequence.request, work.sequence
-        greedy = is_greedy(request.submit.sampling)
-        temperature.append(0.0 if greedy else request.submit.sampling.temperature)
-        share.append(0.0 if greedy else uniform(request.seed, sequence.index, sequence.output_tokens))
+    temperature = [0.0] * len(works)
+    share = [0.0] * len(works)
+    for row, work in enumerate(works):
+        sequence = work.sequence
+        request = sequence.request
+        sampling = request.submit.sampling
+        if not is_greedy(sampling):
+            temperature[row] = sampling.temperature
+            share[row] = uniform(request.seed, sequence.index, sequence.output_tokens)
     tokens = model.decode(batch, temperature, share)
     return [Outcome(failure=NOT_FINITE) if token < 0 else Outcome(token) for token in tokens]
 

@@ -7,6 +7,7 @@ the queue or sockets.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel, decode_plain, is_plain
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
 from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
+from gptoss_trt.runtime.engine.table_rows import TableRows
 from gptoss_trt.runtime.model.batch import StepBatch
 
 log = logging.getLogger(__name__)
@@ -47,6 +49,7 @@ class StepRunner:
         self._sampler = sampler
         self._block_tokens = block_tokens
         self._device = device
+        self._table_rows = (TableRows(), TableRows())
 
     def run(self, plan: StepPlan) -> list[Outcome]:
         """One outcome a work, in the plan's order."""
@@ -67,7 +70,7 @@ class StepRunner:
         return self._run(works[:half]) + self._run(works[half:])
 
     def _attempt(self, works: list[Work]) -> list[Outcome]:
-        batch = assemble(works, self._block_tokens, self._device)
+        batch = assemble(works, self._block_tokens, self._device, self._table_rows)
         if self._drawing is not None and is_plain(works):
             return decode_plain(self._drawing, batch, works)
         logits = self._model.forward(batch)
@@ -84,18 +87,30 @@ class StepRunner:
         return outcomes
 
 
-def assemble(works: list[Work], block_tokens: int, device: str) -> StepBatch:
-    """The batch of these works, in their order. Tables are cut to the blocks that this step reads or writes."""
-    counts = [work.count for work in works]
-    starts = np.concatenate(([0], np.cumsum(counts)))
-    tokens = [token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]]
-    positions = np.concatenate([np.arange(work.start, work.start + work.count) for work in works])
-    contexts = [work.start + work.count for work in works]
-    blocks = [-(-context // block_tokens) for context in contexts]
-    tables = [work.sequence.table for work in works]
-    full = _padded([table.full[:end] for table, end in zip(tables, blocks, strict=True)])
-    window = _padded([t.window[: end - t.window_first] for t, end in zip(tables, blocks, strict=True)])
-    rows = [np.arange(end - w.logits, end) for w, end in zip(works, starts[1:].tolist(), strict=True)]
+def assemble(
+    works: list[Work], block_tokens: int, device: str, known: tuple[TableRows, TableRows] | None = None
+) -> StepBatch:
+    """The batch of these works, in their order. Tables are cut to the blocks that this step reads or writes; `known`
+    remembers the rows of the full and the window pool from step to step."""
+    sequences = [work.sequence for work in works]
+    begins = np.fromiter((work.start for work in works), np.int32, len(works))
+    counts = np.fromiter((work.count for work in works), np.int32, len(works))
+    contexts = begins + counts
+    starts = np.zeros(len(works) + 1, np.int32)
+    np.cumsum(counts, out=starts[1:])
+    if starts[-1] == len(works) and counts.all():  # decode: one token each
+        tokens = [work.sequence.tokens[work.start] for work in works]
+        positions = begins
+    else:
+        tokens = [token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]]
+        positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins - starts[:-1], counts)
+    blocks = (-(-contexts // block_tokens)).tolist()
+    tables = [sequence.table for sequence in sequences]
+    firsts = [table.window_first for table in tables]
+    full_rows, window_rows = known or (TableRows(), TableRows())
+    full = full_rows.padded(sequences, [table.full for table in tables], [0] * len(works), blocks)
+    window = window_rows.padded(sequences, [table.window for table in tables], firsts, blocks)
+    rows = [range(end - work.logits, end) for work, end in zip(works, starts[1:].tolist(), strict=True)]
 
     def tensor(values: object) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
@@ -107,16 +122,9 @@ def assemble(works: list[Work], block_tokens: int, device: str) -> StepBatch:
         context_lens=tensor(contexts),
         full_blocks=tensor(full),
         window_blocks=tensor(window),
-        window_first_block=tensor([table.window_first for table in tables]),
-        logits_rows=tensor(np.concatenate(rows)),
+        window_first_block=tensor(firsts),
+        logits_rows=tensor(list(itertools.chain.from_iterable(rows))),
     )
-
-
-def _padded(tables: list[list[int]]) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
-    padded = np.full((len(tables), max(map(len, tables))), -1, dtype=np.int32)
-    for row, table in enumerate(tables):
-        padded[row, : len(table)] = table
-    return padded
 
 
 def _prompt_part(logits: torch.Tensor, work: Work) -> Outcome:
