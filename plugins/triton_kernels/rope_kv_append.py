@@ -12,6 +12,7 @@ import triton.language as tl
 from gptoss_trt.triton_kernels.numerics import saturate_e4m3, to_bf16
 
 SLOT_BLOCK = 256
+HEAD_TILE = 16  # heads of one program: 80 programs a token of one warp each took ten times what their bytes take
 
 
 @triton.jit
@@ -44,11 +45,11 @@ def _kv_slots_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_half(target, value, scale, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_cache(target, value, scale, mask, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     if FP8:
-        tl.store(target, saturate_e4m3(tl.div_rn(value, tl.zeros_like(value) + scale)))
+        tl.store(target, saturate_e4m3(tl.div_rn(value, tl.zeros_like(value) + scale)), mask=mask)
     else:
-        tl.store(target, to_bf16(value))
+        tl.store(target, to_bf16(value), mask=mask)
 
 
 @triton.jit
@@ -67,35 +68,39 @@ def _rope_kv_append_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     FP8: tl.constexpr,
+    TILE: tl.constexpr,
 ):
+    """TILE heads of one token: q heads first, then k, then v."""
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * TILE + tl.arange(0, TILE)
     D: tl.constexpr = 2 * HALF
+    ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     column = tl.arange(0, HALF)
-    source = qkv + (token * (HEADS + 2 * KV_HEADS) + head) * D
-    first = tl.load(source + column).to(tl.float32)
-    second = tl.load(source + HALF + column).to(tl.float32)
+    inside = (head < ALL)[:, None] & (column < HALF)[None, :]
+    source = qkv + (token * ALL + head)[:, None] * D + column[None, :]
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    position = tl.load(positions + token).to(tl.int64)
+    cos = tl.load(cos_sin + position * D + column)[None, :]
+    sin = tl.load(cos_sin + position * D + HALF + column)[None, :]
+    turned = (head < HEADS + KV_HEADS)[:, None] & (column < HALF)[None, :]
+    rotated = tl.where(turned, first * cos - second * sin, first)
+    second = tl.where(turned, second * cos + first * sin, second)
+    target = q + (token * HEADS + head)[:, None] * D + column[None, :]
+    is_q = inside & (head < HEADS)[:, None]
+    tl.store(target, to_bf16(rotated), mask=is_q)
+    tl.store(target + HALF, to_bf16(second), mask=is_q)
     slot = tl.load(slots + token)
-    kv_head = (head - HEADS) % KV_HEADS
+    kv_head = tl.maximum(head - HEADS, 0) % KV_HEADS
     row = ((slot // BLOCK_TOKENS).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_TOKENS + slot % BLOCK_TOKENS
-    if head < HEADS + KV_HEADS:
-        position = tl.load(positions + token).to(tl.int64)
-        cos = tl.load(cos_sin + position * D + column)
-        sin = tl.load(cos_sin + position * D + HALF + column)
-        rotated = first * cos - second * sin
-        second = second * cos + first * sin
-        first = rotated
-    if head < HEADS:
-        target = q + (token * HEADS + head) * D
-        tl.store(target + column, to_bf16(first))
-        tl.store(target + HALF + column, to_bf16(second))
-    elif slot >= 0:
-        if head < HEADS + KV_HEADS:
-            _store_half(k_cache + row * D + column, first, k_scale, FP8)
-            _store_half(k_cache + row * D + HALF + column, second, k_scale, FP8)
-        else:
-            _store_half(v_cache + row * D + column, first, v_scale, FP8)
-            _store_half(v_cache + row * D + HALF + column, second, v_scale, FP8)
+    place = row[:, None] * D + column[None, :]
+    is_kv = inside & (head >= HEADS)[:, None] & (head >= tl.where(slot >= 0, 0, ALL))[:, None]
+    is_k = is_kv & (head < HEADS + KV_HEADS)[:, None]
+    is_v = is_kv & (head >= HEADS + KV_HEADS)[:, None]
+    _store_cache(k_cache + place, rotated, k_scale, is_k, FP8)
+    _store_cache(k_cache + place + HALF, second, k_scale, is_k, FP8)
+    _store_cache(v_cache + place, rotated, v_scale, is_v, FP8)
+    _store_cache(v_cache + place + HALF, second, v_scale, is_v, FP8)
 
 
 def kv_slots(
@@ -132,8 +137,8 @@ def rope_kv_append(
     if tokens == 0:
         return
     kv_heads, block_tokens = k_cache.shape[1], k_cache.shape[2]
-    _rope_kv_append_kernel[(tokens, heads + 2 * kv_heads)](
+    _rope_kv_append_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, HEAD_TILE))](
         qkv, positions, cos_sin, slots, q, k_cache, v_cache, k_scale, v_scale,
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_TOKENS=block_tokens,
-        FP8=k_cache.dtype == torch.float8_e4m3fn, num_warps=1,
+        FP8=k_cache.dtype == torch.float8_e4m3fn, TILE=HEAD_TILE, num_warps=2,
     )  # fmt: skip
