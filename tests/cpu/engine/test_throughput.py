@@ -21,8 +21,8 @@ from gptoss_trt.runtime.engine.messages import Event, Submit, Tokens
 STREAMS = 64
 
 
-@pytest.mark.parametrize(("step_ms", "tokens", "floor"), [(0, 1000, 1500), (5, 200, 1000)])
-def test_64_streams_through_one_connection(tmp_path: Path, step_ms: int, tokens: int, floor: int) -> None:
+@pytest.mark.parametrize(("step_ms", "tokens"), [(0, 1000), (5, 200)])
+def test_64_streams_through_one_connection(tmp_path: Path, step_ms: int, tokens: int) -> None:
     (tmp_path / "scripted.json").write_text(json.dumps({"step_ms": step_ms, "default": {"tokens": [5], "cycle": True}}))
     counts, firsts = [0] * STREAMS, [0.0] * STREAMS
     left = threading.Semaphore(0)
@@ -49,4 +49,3 @@ def test_64_streams_through_one_connection(tmp_path: Path, step_ms: int, tokens:
     rate = STREAMS * tokens / took_s
     first_ms = statistics.median(first - began for first in firsts) * 1e3
     print(f"{STREAMS} streams, {step_ms} ms steps: {rate:,.0f} tokens/s, first token {first_ms:.1f} ms (median)")
-    assert rate > floor
