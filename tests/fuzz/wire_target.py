@@ -10,6 +10,7 @@ import json
 import random
 import re
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from gptoss_trt.client.tensors import encode_request
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, start_server
 
 ANSWER_S = 15.0
+DEATH_S = 3.0  # from a broken connection to the end of the process
 GOOD_EVERY = 20  # cases between two looks whether a good request is answered
 SCRIPT = {"step_ms": 1.0, "max_context": 4096, "full_blocks": 8192, "block_tokens": 64, "default": {"echo": True}}
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls", "chat", "completions", "preprocessing", "postprocessing")
@@ -35,16 +37,27 @@ GENERATE: dict[str, Any] = {
     "tensorrt_llm_bls": {"text_input": "hello", "max_tokens": 5},
 }
 CALLS = (
-    Call("tensorrt_llm", token_values((21, 22, 23), 5, stream=True, stop_sequences=((5, 6),))),
-    Call("ensemble", text_values("hello", 5, stream=True, stop_words=("x",))),
-    Call("chat", {"request": json.dumps(BODIES["chat"]), "stream": True}),
-    Call("completions", {"request": json.dumps(BODIES["completions"]), "stream": False}),
+    Call("tensorrt_llm", token_values((21, 22, 23), 5, stream=True, stop_sequences=((5, 6),)), "fuzz"),
+    Call("ensemble", text_values("hello", 5, stream=True, stop_words=("x",)), "fuzz"),
+    Call("chat", {"request": json.dumps(BODIES["chat"]), "stream": True}, "fuzz"),
+    Call("completions", {"request": json.dumps(BODIES["completions"]), "stream": False}, "fuzz"),
 )
 CARELESS = re.compile(
     r"Traceback|object has no attribute|unsupported operand|NoneType|not subscriptable|KeyError|IndexError|"
-    r"list index|unexpected keyword|\binternal error\b|: cannot reshape|could not be started",
+    r"list index|unexpected keyword|\binternal error\b|: cannot reshape|could not be started|(chat|completions|ensemble|_llm|_bls|processing) failed: ",
     re.IGNORECASE,
 )
+
+
+BROKEN = re.compile(r"socket closed|failed to connect|connection re|recvmsg|broken pipe|goaway", re.IGNORECASE)
+# What tritonserver answers with status 500 before a model sees the request.
+TRITONS_OWN = re.compile(
+    r"failed to parse the request JSON|Unable to parse|attempt to access (JSON )?non-|parameter key", re.IGNORECASE
+)
+
+
+class BrokenConnectionError(Exception):
+    """The connection ended without an answer."""
 
 
 class Wire:
@@ -55,27 +68,27 @@ class Wire:
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="fuzz-")
-        engine = Path(self._folder.name) / "engine"
-        engine.mkdir()
-        (engine / "scripted.json").write_text(json.dumps(SCRIPT), encoding="utf-8")
-        options = ServerOptions(
-            engine,
-            state_dir=Path(self._folder.name) / "state",
-            http_port=0,
-            grpc_port=0,
-            metrics_port=0,
-            models=MODELS,
-        )
-        self.server: TritonServer = start_server(options)
+        self._engine = Path(self._folder.name) / "engine"
+        self._engine.mkdir()
+        (self._engine / "scripted.json").write_text(json.dumps(SCRIPT), encoding="utf-8")
+        self._cases = 0
+        self._start()
+
+    def _start(self) -> None:
+        ports = {"http_port": 0, "grpc_port": 0, "metrics_port": 0}
+        state = Path(self._folder.name) / "state"
+        self.server: TritonServer = start_server(ServerOptions(self._engine, state_dir=state, models=MODELS, **ports))
         self._http = httpx.Client(base_url=self.server.http_url, timeout=ANSWER_S)
         self._channel = grpc.insecure_channel(self.server.grpc_url)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
-        self._cases = 0
 
-    def close(self) -> None:
+    def _stop(self) -> None:
         self._http.close()
         self._channel.close()
         self.server.stop(drain_s=2.0)
+
+    def close(self) -> None:
+        self._stop()
         self._folder.cleanup()
 
     def case(self, generator: random.Random) -> tuple[str, Callable[[], Any]]:
@@ -87,14 +100,34 @@ class Wire:
         return f"{request.model_name} {_described(request)}", lambda: self._checked(lambda: self._infer(request))
 
     def _checked(self, send: Callable[[], None]) -> None:
-        send()
-        self._cases += 1
-        if self._cases % GOOD_EVERY == 0:
+        """Sends, and looks after the server, which is started anew when a request has ended it."""
+        try:
+            send()
+            self._cases += 1
+            if self._cases % GOOD_EVERY == 0:
+                self._ask_well()
+        except BrokenConnectionError as error:
+            if self._has_died():
+                text = f"the server died with status {self.server.process.returncode}; {self.server.log_tail(3)}"  # type: ignore[union-attr]
+                self._stop()
+                self._start()
+                raise FaultError(text) from error
+            raise FaultError(str(error)) from error
+
+    def _ask_well(self) -> None:
+        try:
             good = self._http.post("/v2/models/ensemble/generate", json=GENERATE["ensemble"])
-            if good.status_code != 200 or good.json()["text_output"] != "hello":
-                raise FaultError(f"a good request got {good.status_code} {good.text[:200]}")
-        if self.server.process is None or self.server.process.poll() is not None:
-            raise FaultError(f"the server died: {self.server.log_tail(5)}")
+        except httpx.HTTPError as error:
+            raise BrokenConnectionError(f"a good request got no answer: {error}") from error
+        if good.status_code != 200 or good.json()["text_output"] != "hellohello":  # the prompt, and its echo
+            raise FaultError(f"a good request got {good.status_code} {good.text[:200]}")
+
+    def _has_died(self) -> bool:
+        assert self.server.process is not None
+        until = time.monotonic() + DEATH_S
+        while self.server.process.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        return self.server.process.poll() is not None
 
     def _post(self, model: str, route: str, body: bytes) -> None:
         try:
@@ -102,7 +135,7 @@ class Wire:
         except httpx.TimeoutException as error:
             raise FaultError(f"no answer in {ANSWER_S:.0f} s") from error
         except httpx.TransportError as error:
-            raise FaultError(f"the connection broke: {error}") from error
+            raise BrokenConnectionError(f"the connection broke: {error}") from error
         _judge(str(answer.status_code), answer.text)
 
     def _infer(self, request: service_pb2.ModelInferRequest) -> None:
@@ -114,10 +147,14 @@ class Wire:
             code, details = error.code(), error.details() or ""  # type: ignore[attr-defined]
             if code is grpc.StatusCode.DEADLINE_EXCEEDED:
                 raise FaultError(f"no end in {ANSWER_S:.0f} s: {details}") from error
+            if code is grpc.StatusCode.UNAVAILABLE and BROKEN.search(details):
+                raise BrokenConnectionError(f"the connection broke: {details}") from error
             _judge(code.name, details)
 
 
 def _judge(status: str, text: str) -> None:
+    if TRITONS_OWN.search(text):
+        return
     if status in ("INTERNAL", "500", "UNKNOWN", "DATA_LOSS") or CARELESS.search(text):
         raise FaultError(f"answered with {status} {text[:250]}")
 
