@@ -21,12 +21,75 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
+def _blocks(  # type: ignore[no-untyped-def]
+    state,
+    q,
+    k_cache,
+    v_cache,
+    table,
+    position,
+    valid,
+    kv_head,
+    first_block,
+    begin,
+    end,
+    key_begin,
+    key_end,
+    scale,
+    k_scale,
+    v_scale,
+    ROWS: tl.constexpr,
+    D: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Adds blocks [begin, end) to the state (output, maximum, sum). Unless MASKED, every row sees all of their keys."""
+    acc, top, total = state
+    column = tl.arange(0, D)
+    offset = tl.arange(0, BLOCK_TOKENS)
+    for block in range(begin, end):
+        key = block * BLOCK_TOKENS + offset
+        physical = tl.load(table + block - first_block).to(tl.int64)
+        base = (physical * KV_HEADS + kv_head) * BLOCK_TOKENS * D
+        if MASKED:
+            inside = key < key_end
+            k = tl.load(k_cache + base + offset[None, :] * D + column[:, None], mask=inside[None, :], other=0.0)
+            v = tl.load(v_cache + base + offset[:, None] * D + column[None, :], mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(k_cache + base + offset[None, :] * D + column[:, None])
+            v = tl.load(v_cache + base + offset[:, None] * D + column[None, :])
+        if k_cache.dtype.element_ty != tl.bfloat16:  # bf16 goes from memory to the tensor cores as it is
+            k = to_bf16(k.to(tl.float32) * k_scale)
+            v = to_bf16(v.to(tl.float32) * v_scale)
+        scores = dot(q, k, tl.zeros((ROWS, BLOCK_TOKENS), tl.float32)) * (scale * LOG2E)
+        if MASKED:
+            seen = inside[None, :] & (key[None, :] <= position[:, None]) & (key >= key_begin)[None, :] & valid[:, None]
+            if WINDOW:
+                seen = seen & (key[None, :] > position[:, None] - WINDOW)
+            scores = tl.where(seen, scores, -float("inf"))
+        higher = tl.maximum(top, tl.max(scores, axis=1))
+        base_row = higher
+        if MASKED:
+            # A row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN.
+            base_row = tl.where(higher == -float("inf"), 0.0, higher)
+        weights = tl.exp2(scores - base_row[:, None])
+        shrink = tl.exp2(top - base_row)
+        total = total * shrink + tl.sum(weights, axis=1)
+        acc = dot(to_bf16(weights), v, acc * shrink[:, None])
+        top = higher
+    return acc, top, total
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
     q,
     k_cache,
     v_cache,
     table,
     position,
+    lowest,
     valid,
     kv_head,
     first_block,
@@ -41,36 +104,27 @@ def _attend(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Online softmax of q bf16 [ROWS, D] over keys [key_begin, key_end). Returns the unnormalised output, the maximum
-    (in log2 units) and the sum of weights."""
-    column = tl.arange(0, D)
-    offset = tl.arange(0, BLOCK_TOKENS)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    top = tl.full((ROWS,), -float("inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    for block in range(key_begin // BLOCK_TOKENS, tl.cdiv(key_end, BLOCK_TOKENS)):
-        key = block * BLOCK_TOKENS + offset
-        physical = tl.load(table + block - first_block).to(tl.int64)
-        base = (physical * KV_HEADS + kv_head) * BLOCK_TOKENS * D
-        inside = key < key_end
-        k = tl.load(k_cache + base + offset[None, :] * D + column[:, None], mask=inside[None, :], other=0.0)
-        v = tl.load(v_cache + base + offset[:, None] * D + column[None, :], mask=inside[:, None], other=0.0)
-        k = to_bf16(k.to(tl.float32) * k_scale)
-        v = to_bf16(v.to(tl.float32) * v_scale)
-        scores = dot(q, k, tl.zeros((ROWS, BLOCK_TOKENS), tl.float32)) * (scale * LOG2E)
-        seen = inside[None, :] & (key[None, :] <= position[:, None]) & (key >= key_begin)[None, :] & valid[:, None]
-        if WINDOW:
-            seen = seen & (key[None, :] > position[:, None] - WINDOW)
-        scores = tl.where(seen, scores, -float("inf"))
-        higher = tl.maximum(top, tl.max(scores, axis=1))
-        # A row that has seen no key yet keeps -inf: subtract 0 there, so that exp2 gives 0 and not NaN.
-        base_row = tl.where(higher == -float("inf"), 0.0, higher)
-        weights = tl.exp2(scores - base_row[:, None])
-        shrink = tl.exp2(top - base_row)
-        total = total * shrink + tl.sum(weights, axis=1)
-        acc = dot(to_bf16(weights), v, acc * shrink[:, None])
-        top = higher
-    return acc, top, total
+    """Online softmax of q bf16 [ROWS, D] over keys [key_begin, key_end); `lowest` is the smallest position of a row.
+    Returns the unnormalised output, the maximum (in log2 units) and the sum of weights."""
+    state = (
+        tl.zeros((ROWS, D), tl.float32),
+        tl.full((ROWS,), -float("inf"), tl.float32),
+        tl.zeros((ROWS,), tl.float32),
+    )
+    begin = key_begin // BLOCK_TOKENS
+    whole = begin
+    if not WINDOW:
+        # key_begin is the start of a block (a power of two divides a part); up to `lowest` every row sees every key.
+        whole = tl.maximum(tl.minimum(lowest + 1, key_end) // BLOCK_TOKENS, begin)
+        state = _blocks(
+            state, q, k_cache, v_cache, table, position, valid, kv_head, first_block, begin, whole, key_begin, key_end,
+            scale, k_scale, v_scale, ROWS, D, KV_HEADS, BLOCK_TOKENS, WINDOW, False,
+        )  # fmt: skip
+    return _blocks(
+        state, q, k_cache, v_cache, table, position, valid, kv_head, first_block, whole,
+        tl.cdiv(key_end, BLOCK_TOKENS), key_begin, key_end,
+        scale, k_scale, v_scale, ROWS, D, KV_HEADS, BLOCK_TOKENS, WINDOW, True,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -142,25 +196,9 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
     place = (query.to(tl.int64) * HEADS + head)[:, None] * D + tl.arange(0, D)[None, :]
     rows = tl.load(q + place, mask=valid[:, None], other=0.0)
     acc, top, total = _attend(
-        rows,
-        k_cache,
-        v_cache,
-        block_table + sequence.to(tl.int64) * table_width,
-        position,
-        valid,
-        kv_head,
-        skipped,
-        key_begin,
-        key_end,
-        scale,
-        k_scale,
-        v_scale,
-        ROWS,
-        D,
-        KV_HEADS,
-        BLOCK_TOKENS,
-        WINDOW,
-    )
+        rows, k_cache, v_cache, block_table + sequence.to(tl.int64) * table_width, position, first_position, valid,
+        kv_head, skipped, key_begin, key_end, scale, k_scale, v_scale, ROWS, D, KV_HEADS, BLOCK_TOKENS, WINDOW,
+    )  # fmt: skip
     sink = tl.load(sinks + head).to(tl.float32)
     tl.store(out + place, to_bf16(_finish(acc, top, total, sink)), mask=valid[:, None])
 
@@ -232,25 +270,9 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     place = (query * HEADS + head)[:, None] * D + column[None, :]
     rows = tl.load(q + place, mask=valid[:, None], other=0.0)
     acc, top, total = _attend(
-        rows,
-        k_cache,
-        v_cache,
-        block_table + sequence.to(tl.int64) * table_width,
-        position,
-        valid,
-        kv_head,
-        skipped,
-        key_begin,
-        key_end,
-        scale,
-        k_scale,
-        v_scale,
-        ROWS,
-        D,
-        KV_HEADS,
-        BLOCK_TOKENS,
-        WINDOW,
-    )
+        rows, k_cache, v_cache, block_table + sequence.to(tl.int64) * table_width, position, context - QUERIES, valid,
+        kv_head, skipped, key_begin, key_end, scale, k_scale, v_scale, ROWS, D, KV_HEADS, BLOCK_TOKENS, WINDOW,
+    )  # fmt: skip
     stored = number < QUERIES
     if SPLITS > 1:
         line = (query * HEADS + head) * SPLITS + part
@@ -280,6 +302,13 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + line * D + column, to_bf16(mixed))
 
 
+def _block_tokens(cache: torch.Tensor) -> int:
+    size = cache.shape[2]
+    if size & (size - 1):
+        raise ValueError(f"the Triton attention kernels read blocks of 1, 2, 4, ... 64 tokens, not of {size}")
+    return size
+
+
 def attention_prefill(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -295,11 +324,11 @@ def attention_prefill(
     v_scale: float,
     out: torch.Tensor,
 ) -> None:
-    """The op of that name; see ops/schemas.py."""
+    """The op of that name; see ops/schemas.py. Raises ValueError for a block of tokens that is no power of two."""
     tokens, heads, head_dim = q.shape
     if tokens == 0:
         return
-    kv_heads, block_tokens = k_cache.shape[1], k_cache.shape[2]
+    kv_heads, block_tokens = k_cache.shape[1], _block_tokens(k_cache)
     group, sequences = heads // kv_heads, block_table.shape[0]
     rows = max(min(PREFILL_ROWS, triton.next_power_of_2(tokens * group)), MIN_ROWS)
     # The most tiles that any cut of T tokens into S sequences can give; programs behind the last tile return.
@@ -328,11 +357,11 @@ def attention_decode(
     out: torch.Tensor,
 ) -> None:
     """The op of that name; see ops/schemas.py. A full range is split by the width of the block table, which a captured
-    graph fixes; allocates the parts."""
+    graph fixes; allocates the parts. Raises ValueError for a block of tokens that is no power of two."""
     tokens, heads, head_dim = q.shape
     if tokens == 0:
         return
-    kv_heads, block_tokens = k_cache.shape[1], k_cache.shape[2]
+    kv_heads, block_tokens = k_cache.shape[1], _block_tokens(k_cache)
     group, sequences = heads // kv_heads, context_lens.shape[0]
     queries = tokens // sequences
     splits = 1

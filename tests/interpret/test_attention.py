@@ -121,3 +121,11 @@ def test_dropping_the_sink_would_be_seen() -> None:
         outs.append(out)
     with pytest.raises(AssertionError):
         assert_rows_close(*outs)
+
+
+def test_blocks_of_other_sizes_are_refused() -> None:
+    q = torch.zeros(1, HEADS, D, dtype=torch.bfloat16)
+    cache = torch.zeros(2, KV_HEADS, 12, D, dtype=torch.bfloat16)
+    table, ones = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
+    with pytest.raises(ValueError, match="not of 12"):
+        attention.attention_decode(q, cache, cache, table, None, ones, sinks(), 0, 0.125, 1.0, 1.0, q)
