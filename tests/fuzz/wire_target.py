@@ -44,7 +44,8 @@ CALLS = (
 )
 CARELESS = re.compile(
     r"Traceback|object has no attribute|unsupported operand|NoneType|not subscriptable|KeyError|IndexError|"
-    r"list index|unexpected keyword|\binternal error\b|: cannot reshape|could not be started|(chat|completions|ensemble|_llm|_bls|processing) failed: ",
+    r"list index|unexpected keyword|\binternal error\b|: cannot reshape|could not be started|"
+    r"(chat|completions|ensemble|_llm|_bls|processing) failed: ",
     re.IGNORECASE,
 )
 

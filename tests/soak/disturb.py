@@ -27,6 +27,7 @@ MEMORY_PERIOD_S = 2.0
 KILL_GAP_S = 130.0  # the engine's back-off forgets starts that are 120 s old
 CONTROL_TIMEOUT_S = 60.0
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"  # what --grpc-restricted-protocol puts before the header's name
+RECOVERY_S = 240.0  # with 200 streams of the demo on two cores an answer takes a minute
 MIB = 1 << 20
 
 
@@ -93,12 +94,12 @@ class Disturber:
             client.unload_model(model, headers=headers, client_timeout=CONTROL_TIMEOUT_S)
             client.load_model(model, headers=headers, client_timeout=CONTROL_TIMEOUT_S)
 
-    async def _recovered(self, what: str, timeout_s: float = 60.0) -> None:
+    async def _recovered(self, what: str, timeout_s: float = RECOVERY_S) -> None:
         until = time.monotonic() + timeout_s
         last = "no try"
         while time.monotonic() < until:
             try:
-                await asyncio.to_thread(self._server.first_answer, 20.0)
+                await asyncio.to_thread(self._server.first_answer, timeout_s / 2)
                 return
             except LaunchError as error:
                 last = str(error)

@@ -194,7 +194,7 @@ async def demo_questions(clients: Clients, seed: int) -> list[Question]:
                 seen.take(record)
         answer = seen.answer
         text = answer if isinstance(answer, str) else demo_text(answer)
-        return replace(question, answer=answer) if number in text.rsplit("|", 1)[-1] else None
+        return replace(question, answer=answer) if text.rstrip(".").endswith(number) else None
 
     asked = await asyncio.gather(*(ask(*candidate) for candidate in demo_candidates(seed, DEMO_QUESTIONS)))
     known = [question for question in asked if question is not None]
@@ -207,7 +207,7 @@ async def demo_questions(clients: Clients, seed: int) -> list[Question]:
 def demo_text(ids: tuple[int, ...]) -> str:
     from gptoss_trt.runtime.harmony import Tokenizer
 
-    return Tokenizer.load().decode(ids)
+    return Tokenizer.load().decode(ids, skip_special_tokens=True)
 
 
 def commit() -> str:
