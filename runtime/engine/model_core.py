@@ -149,6 +149,10 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     kv_bytes = options.kv_bytes or _default_kv_bytes(_cache_shape(model, options.resolved(device)), device)
     compiler = LlguidanceCompiler(model.config.vocab_size)
     core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler)
+    if isinstance(model, GraphedModel):
+        began = time.monotonic()
+        graphs = model.warm(options.resolved(device).max_batch)
+        log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
     return GuidedCore(core, compiler)
 
 

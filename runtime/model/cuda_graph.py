@@ -21,7 +21,7 @@ Forward = Callable[[StepBatch], torch.Tensor]
 SMALL_BATCHES = (1, 2, 4, 8)
 BATCH_STEP = 8  # from 8 rows on
 MAX_ROWS = 256
-MIN_WIDTH = 8  # blocks of the narrowest table
+MIN_WIDTH = 32  # blocks of the narrowest table: parts without keys cost little, another graph a stall
 WARM_UPS = 2  # eager runs before a capture: kernels are compiled, libraries take their workspaces
 
 
@@ -33,6 +33,11 @@ def padded_rows(rows: int) -> int:
 def padded_width(blocks: int) -> int:
     """The width of the block table of the graph that serves `blocks` blocks a sequence: a power of two."""
     return max(MIN_WIDTH, 1 << (blocks - 1).bit_length())
+
+
+def graph_sizes(most: int) -> list[int]:
+    """Every batch size that has a graph of its own, up to the one that serves `most` sequences."""
+    return sorted({padded_rows(rows) for rows in range(1, min(most, MAX_ROWS) + 1)})
 
 
 def is_decode(batch: StepBatch) -> bool:

@@ -46,8 +46,8 @@ def columns(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
 
 
 def _passes(running: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first column of each row whose running sum is above `target`; never one that adds nothing, and one that exists
-    where the sums are NaN."""
+    """The first column of each row whose running sum is above `target`; never one that adds nothing, and one that
+    exists where the sums are NaN."""
     choice = torch.searchsorted(running, target, right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous())  # rounding may put the target on the total
     return torch.minimum(choice, last).clamp(max=running.shape[1] - 1)

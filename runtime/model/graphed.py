@@ -12,7 +12,7 @@ import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, is_decode
+from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, graph_sizes, is_decode
 from gptoss_trt.runtime.model.model import GptOssModel
 
 
@@ -36,6 +36,15 @@ class GraphedModel:
         widest = -(-(self.config.sliding_window - 1) // block_tokens) + 1
         self.graphs = DecodeGraphs(self.model.forward, self.config.vocab_size, widest, self.model.device)
 
+    def warm(self, most: int) -> int:
+        """Makes the graphs of every batch size up to `most` sequences of MIN_WIDTH blocks each, so that no request of
+        ordinary length waits for one; longer ones are made when they come. Returns their number."""
+        graphs = self._made()
+        sizes = graph_sizes(most)
+        for rows in sizes:
+            graphs.prepare(rows, 1)
+        return len(sizes)
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
         if self.graphs is not None and is_decode(batch):
@@ -46,6 +55,9 @@ class GraphedModel:
 
     def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
         """The next tokens of a decode batch in host memory (see draw_tokens; -1: its logits are not finite)."""
+        return self._made().decode(batch, temperature, share)
+
+    def _made(self) -> DecodeGraphs:
         if self.graphs is None:
             raise RuntimeError("allocate_kv comes before the first step")
-        return self.graphs.decode(batch, temperature, share)
+        return self.graphs

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from gptoss_trt.runtime.model import GraphedModel, StepBatch, load_model
-from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, is_decode, padded_rows, padded_width
+from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, graph_sizes, is_decode, padded_rows, padded_width
 from gptoss_trt.runtime.model.draw import NOT_FINITE, columns, draw_tokens
 from gptoss_trt.runtime.model.step_buffers import StepBuffers
 
@@ -51,7 +51,7 @@ def test_batches_are_padded_to_few_sizes(rows: int, padded: int) -> None:
     assert padded_rows(rows) == padded
 
 
-@pytest.mark.parametrize(("blocks", "width"), [(1, 8), (8, 8), (9, 16), (17, 32), (129, 256)])
+@pytest.mark.parametrize(("blocks", "width"), [(1, 32), (8, 32), (33, 64), (64, 64), (129, 256)])
 def test_tables_are_padded_to_powers_of_two(blocks: int, width: int) -> None:
     assert padded_width(blocks) == width
 
@@ -99,6 +99,15 @@ def test_a_shape_is_made_once(model: GraphedModel) -> None:
     assert len(graphs) == 2
     model.allocate_kv(BLOCKS, BLOCKS, 16)
     assert model.graphs is not graphs
+
+
+def test_warming_makes_every_size(model: GraphedModel) -> None:
+    assert graph_sizes(20) == [1, 2, 4, 8, 16, 24]
+    assert len(graph_sizes(256)) == 35 and graph_sizes(9999) == graph_sizes(256)
+    assert model.warm(20) == 6
+    assert model.graphs is not None and len(model.graphs) == 6
+    model.decode(decode_batch(5), [0.0] * 5, [0.0] * 5)
+    assert len(model.graphs) == 6
 
 
 def test_prompts_and_mixed_steps_run_without_a_graph(model: GraphedModel) -> None:
