@@ -17,6 +17,7 @@ import contextlib
 import datetime
 import json
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -41,13 +42,14 @@ from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, 
 ROOT = Path(__file__).resolve().parents[2]
 MODELS = ("tensorrt_llm", "ensemble", "chat", "completions")
 RELOADED = ("chat", "completions")  # tensorrt_llm publishes the metrics, ensemble tells when the server is back
-DEMO_QUESTIONS = 48
+DEMO_QUESTIONS = 24
 IDLE_TIMEOUT_S = 15.0
 
 
 def main() -> int:
     """Runs the soak; returns the exit status."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # the server is stopped then too
     with tempfile.TemporaryDirectory(prefix="soak-") as folder:
         if options.engine == "demo":
             engine = demo_engine(ROOT / ".cache" / "demo", note)
