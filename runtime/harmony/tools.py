@@ -9,9 +9,10 @@ loses integer enums and objects without `type`, and lets the second line of a de
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +21,7 @@ from gptoss_trt.runtime.harmony.conversation import ConversationError
 Schema = Mapping[str, Any]
 
 _MAX_DEPTH = 24
-_MAX_NODES = 20_000  # schemas may multiply themselves through $ref
+_MAX_NODES = 20_000  # of all functions of a request: schemas may multiply themselves through $ref
 _INDENT = "    "
 _BUILTIN_TYPES = {
     "python": "python",
@@ -97,32 +98,34 @@ def _read_function(entry: Mapping[str, Any], place: str) -> Function:
 def declare_functions(functions: Sequence[Function]) -> str:
     """The `functions` namespace as the developer message shows it."""
     lines = ["## functions", "", "namespace functions {", ""]
+    nodes = itertools.count(1)
     for function in functions:
         lines += _comment(function.description, "")
-        lines += [f"type {_one_line(function.name)} = ({_arguments(function.parameters)}) => any;", ""]
+        lines += [f"type {_one_line(function.name)} = ({_arguments(function.parameters, nodes)}) => any;", ""]
     return "\n".join([*lines, "} // namespace functions"])
 
 
-def _arguments(parameters: Schema | None) -> str:
+def _arguments(parameters: Schema | None, nodes: Iterator[int]) -> str:
     if not parameters:
         return ""
-    writer = _Writer(parameters)
+    writer = _Writer(parameters, nodes)
     body = writer.type_of(parameters, 0)
     return "_: " + "\n".join([*_comment(_described(parameters), ""), body])
 
 
 @dataclass
 class _Writer:
-    """Translates one schema; `$ref` is looked up in `root` and written out in place."""
+    """Translates one schema; `$ref` is looked up in `root` and written out in place.
+
+    `nodes` counts the schemas that were written, for all functions of a request together."""
 
     root: Schema
-    _nodes: int = 0
+    nodes: Iterator[int]
     _open_refs: list[str] = field(default_factory=list)
 
     def type_of(self, schema: Any, depth: int) -> str:
         """The type of `schema` on as many lines as it needs, the later ones indented for `depth`."""
-        self._nodes += 1
-        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH or self._nodes > _MAX_NODES:
+        if next(self.nodes) > _MAX_NODES or depth > _MAX_DEPTH or not isinstance(schema, Mapping):
             return "any"
         text = self._type_of(schema, depth)
         if schema.get("nullable") is True and "null" not in text.split(" | "):

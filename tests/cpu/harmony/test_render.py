@@ -235,6 +235,19 @@ def test_a_schema_that_multiplies_itself_is_bounded():
     assert len(declared({"$defs": definitions, "$ref": "#/$defs/L0"})) < 2_000_000
 
 
+def test_schemas_that_multiply_share_one_bound():
+    """Many such functions in one request cost about what one costs, and a plain one before them stays whole."""
+    definitions = {
+        f"L{i}": {"properties": {name: {"$ref": f"#/$defs/L{i + 1}"} for name in "abcdefgh"}} for i in range(20)
+    }
+    bomb = {"$defs": definitions, "$ref": "#/$defs/L0"}
+    plain = function("plain", {"type": "object", "properties": {"city": {"type": "string"}}})
+    text = text_of(tools=[plain, *(function(f"f{i}", bomb) for i in range(8))])
+    assert "city?: string" in text
+    assert text.count("type f") == 8
+    assert len(text) < 2_500_000
+
+
 MARKERS = {name: TOKENIZER.special_tokens[f"<|{name}|>"] for name in ("start", "end", "message", "channel", "call")}
 
 
