@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 import struct
 import threading
 from collections.abc import Mapping
@@ -59,6 +60,8 @@ def size_bytes(shape: tuple[int, ...], dtype: str) -> int:
 def open_file(path: Path) -> dict[str, TensorEntry]:
     """Reads and checks the header of `path`. Raises CheckpointError for what is not a whole, well-formed file."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for its writer
+            raise CheckpointError(f"{path}: is no regular file")
         with path.open("rb") as file:
             total = os.fstat(file.fileno()).st_size
             length = struct.unpack("<Q", file.read(LENGTH_BYTES))[0] if total >= LENGTH_BYTES else total

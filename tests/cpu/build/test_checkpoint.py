@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -101,6 +102,15 @@ def test_a_truncated_file(tmp_path: Path) -> None:
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"model\.safetensors: truncated"):
+        open_checkpoint(tmp_path)
+
+
+def test_a_pipe_in_a_shards_place_is_refused_at_once(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CONFIG)
+    path = tmp_path / "model.safetensors"
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors: is no regular file"):
         open_checkpoint(tmp_path)
 
 
