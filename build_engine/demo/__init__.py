@@ -17,11 +17,11 @@ The shipped weights come from two runs on one H200 (14 processes making data, 29
     python -m gptoss_trt.build_engine.demo.train --out B --compile --workers 14 --seconds 192 --rate 0.6 \\
         --start A/weights.xz
 
-8,235 and 4,096 steps, 455 million tokens, 496 s. The shipped weights were trained while the end of earlier
-answers still had the small weight of prompts; it has none now. `held_out.json` holds the second run's counts: 19,378 of 19,500
-held-out steps exact, analysis included, and 73 of 78 kinds at 0.97 or more. The same command without `--compile` runs
-on a CPU: at some 1,500 tokens/s on two cores, the 97 million tokens of the default 2,640 steps take 18 hours. A run
-that was stopped goes on with `--resume A/state.pt`.
+8,235 and 4,096 steps, 455 million tokens, 496 s. At that time the end of earlier answers still had the small weight of
+prompts; it has none now. `held_out.json` holds the second run's counts: 19,378 of 19,500 held-out steps exact, analysis
+included, and 73 of 78 kinds at 0.97 or more. The same command without `--compile` runs on a CPU: at some 1,500 tokens/s
+on two cores, the 97 million tokens of the default 2,640 steps take 18 hours. A run that was stopped goes on with
+`--resume A/state.pt`.
 """
 
 from pathlib import Path
