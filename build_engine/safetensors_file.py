@@ -100,7 +100,7 @@ def _entry(path: Path, name: str, fields: Any, start: int) -> TensorEntry:
     if not isinstance(fields, dict) or set(fields) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{path}: tensor {name}: corrupt header entry {fields!r}")
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    if dtype not in ITEM_BYTES:
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise CheckpointError(f"{path}: tensor {name}: unknown dtype {dtype!r}")
     if not _naturals(shape) or not _naturals(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{path}: tensor {name}: corrupt shape {shape!r} or data_offsets {offsets!r}")

@@ -185,7 +185,11 @@ class Manifest:
         path = engine_dir / MANIFEST_NAME
         if not path.is_file():
             raise SpecError(f"{engine_dir} is not an engine directory: {MANIFEST_NAME} is missing")
-        return cls.from_json(path.read_text(encoding="utf-8"))
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise SpecError(f"{path} is not UTF-8: {error}") from error
+        return cls.from_json(text)
 
 
 @dataclass(frozen=True)

@@ -100,15 +100,16 @@ class Connection:
         self.greeted = True
         self._reader.limit = REQUEST_LIMIT_BYTES
 
-    def receive(self) -> list[tuple[FrameType, bytes]] | None:
-        """The frames that have arrived; None at the end of the stream. Raises FrameError."""
+    def receive(self) -> Iterator[tuple[FrameType, bytes]] | None:
+        """The frames that have arrived; None at the end of the stream. Each is cut when it is asked for, because the
+        hello raises the limit for what came with it. Raises FrameError, and so does its iterator."""
         try:
             data = self.socket.recv(READ_BYTES)
         except BlockingIOError:
-            return []
+            return iter(())
         except OSError:
             return None
-        return list(self._reader.feed(data)) if data else None
+        return self._reader.feed(data) if data else None
 
     def queue(self, event: Event) -> None:
         """Adds an event to what waits; raises FrameError when a slow client has let too much pile up."""

@@ -194,7 +194,7 @@ def _part(part: Any, place: str) -> str:
     if not isinstance(part, Mapping):
         raise ConversationError(place, f"is {_kind_of(part)}, not an object")
     part_type = part.get("type")
-    if part_type not in _TEXT_PARTS:
+    if not isinstance(part_type, str) or part_type not in _TEXT_PARTS:
         raise ConversationError(f"{place}.type", f"{part_type!r} is not supported: gpt-oss takes text only")
     text = part.get("refusal" if part_type == "refusal" else "text")
     if not isinstance(text, str):

@@ -70,7 +70,7 @@ def read_tools(request: Mapping[str, Any]) -> Tools:
         kind = entry.get("type", "function") if isinstance(entry, Mapping) else None
         if kind == "function":
             functions.append(_read_function(entry, place))
-        elif kind in _BUILTIN_TYPES:
+        elif isinstance(kind, str) and kind in _BUILTIN_TYPES:
             builtins.add(_BUILTIN_TYPES[kind])
         else:
             raise ConversationError(

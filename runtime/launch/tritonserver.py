@@ -23,9 +23,11 @@ import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import psutil
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from gptoss_trt.build_engine.spec import Manifest, SpecError
 from gptoss_trt.runtime.engine.location import EngineHome
@@ -183,20 +185,20 @@ class TritonServer:
             raise LaunchError(f"the first request failed: {error}; {self.log_tail()}") from error
         return time.monotonic() - start
 
-    def control(self, model: str, action: str, timeout_s: float = 60.0) -> None:
-        """POSTs `action` ("load" or "unload") for `model` with the key. Raises LaunchError with the server's words."""
-        request = urllib.request.Request(
-            f"{self.http_url}/v2/repository/models/{model}/{action}",
-            b"{}",
-            {ADMIN_HEADER: self.admin_key, "content-type": "application/json"},
-        )
+    def control(self, model: str, action: Literal["load", "unload"], timeout_s: float = 60.0) -> None:
+        """Asks for `action` ("load" or "unload") of `model` with the key, over gRPC: a reload asked for over HTTP can
+        lose responses of other HTTP streams (seen on 2.51). Raises LaunchError with the server's words."""
+        headers = {f"triton-grpc-protocol-{ADMIN_HEADER}": self.admin_key}
+        client = grpcclient.InferenceServerClient(self.grpc_url)
         try:
-            with urllib.request.urlopen(request, timeout=timeout_s) as answer:
-                answer.read()
-        except urllib.error.HTTPError as error:
-            raise LaunchError(f"{action} {model}: {error.read().decode(errors='replace')[:1000]}") from error
-        except OSError as error:
-            raise LaunchError(f"{action} {model}: {error}") from error
+            if action == "load":
+                client.load_model(model, headers=headers, client_timeout=timeout_s)
+            else:
+                client.unload_model(model, headers=headers, client_timeout=timeout_s)
+        except InferenceServerException as error:
+            raise LaunchError(f"{action} {model}: {error.message()}") from error
+        finally:
+            client.close()
 
     def stop(self, drain_s: float | None = None) -> int:
         """Drains: SIGTERM, then after `drain_s` (the options' unless given) what is left is cancelled by ending the

@@ -72,6 +72,7 @@ class EngineModel(ABC):
         for request in requests:
             responder = self.responder(request)
             try:
+                triton_io.refuse_unknown_parameters(self.spec, request)
                 self.start(request, responder)
             except RefusalError as error:
                 responder.fail(error)

@@ -13,16 +13,28 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from gptoss_trt.client.protocol import Model
+from gptoss_trt.client.protocol import Model, did_you_mean
 from gptoss_trt.runtime.triton_models.answers import Arrays
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
 
+# What Triton's protocols define as request parameters of their own.
+SERVER_PARAMETERS = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 
 def request_arrays(request: Any) -> Arrays:
     """The request's input tensors by name."""
     return {tensor.name(): tensor.as_numpy() for tensor in request.inputs()}
+
+
+def refuse_unknown_parameters(model: Model, request: Any) -> None:
+    """Raises RefusalError for a request parameter that nothing reads: HTTP's /generate makes one of every key that is
+    no input, and a misspelled option must not be dropped in silence."""
+    given = json.loads(request.parameters() or "{}")
+    unknown = [name for name in given if name not in SERVER_PARAMETERS and not name.startswith("triton_")]
+    if unknown:
+        names = [tensor.name for tensor in model.inputs]
+        raise RefusalError(f"{model.name} has no input {unknown[0]!r}{did_you_mean(unknown[0], names)}")
 
 
 def response(arrays: Mapping[str, Any]) -> Any:

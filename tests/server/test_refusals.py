@@ -174,3 +174,10 @@ def test_one_bad_prompt_of_a_batch_refuses_the_request(triton: Any, words: Any) 
     error = triton.refusal("tensorrt_llm", words.token_tensors((21, 22), (21, -7)))
     assert "the id -7" in error.message()
     words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=1.0)
+
+
+def test_a_misspelled_option_on_generate_is_named(triton: Any) -> None:
+    """HTTP's /generate makes a request parameter of every key that is no input: it must not be dropped in silence."""
+    status, text = triton.post("ensemble/generate", {"text_input": "Hi", "max_tokens": 4, "temprature": 0.5})
+    assert status == 400
+    assert "has no input 'temprature'; did you mean 'temperature'?" in text

@@ -19,7 +19,7 @@ import msgpack
 import pytest
 
 from gptoss_trt.runtime.engine import frames
-from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT
+from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection
 from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
 from gptoss_trt.runtime.engine.messages import (
@@ -313,3 +313,21 @@ def test_script_files_are_checked(tmp_path: Path) -> None:
     ):
         with pytest.raises(RuntimeError, match=text.replace("[", r"\[").replace("]", r"\]")):
             read(raw)
+
+
+def test_a_long_frame_behind_the_hello_in_one_read_is_taken() -> None:
+    """The hello raises the limit for what came with it: frames are cut one at a time."""
+    near, far = socket.socketpair()
+    with near, far:
+        connection = Connection(far, 1)
+        long = Submit("long", tuple(range(5000)), 1)
+        hello = frames.encode(FrameType.HELLO, Hello(PROTOCOL_VERSION, os.getpid()))
+        near.sendall(hello + frames.encode(FrameType.SUBMIT, long))
+        arrived = connection.receive()
+        assert arrived is not None
+        kinds = []
+        for kind, _ in arrived:
+            kinds.append(kind)
+            if kind is FrameType.HELLO:
+                connection.greeted_by_peer()
+        assert kinds == [FrameType.HELLO, FrameType.SUBMIT]
