@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 from setuptools.dist import Distribution
 
@@ -47,6 +48,14 @@ class BuildWithLibrary(build_py):
         shutil.copy2(build / LIBRARY, target / LIBRARY)
 
 
+class WheelForAnyPython(bdist_wheel):
+    """The library has a C ABI and links no Python: a wheel that carries it serves every Python of its platform."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        _, _, platform = super().get_tag()
+        return "py3", "none", platform
+
+
 class PlatformDistribution(Distribution):
     """Marks the wheel as of one platform when it carries the library."""
 
@@ -54,4 +63,4 @@ class PlatformDistribution(Distribution):
         return nvcc_path() is not None
 
 
-setup(cmdclass={"build_py": BuildWithLibrary}, distclass=PlatformDistribution)
+setup(cmdclass={"build_py": BuildWithLibrary, "bdist_wheel": WheelForAnyPython}, distclass=PlatformDistribution)

@@ -5,6 +5,7 @@ Invariant: set-up is told on stderr; stdout holds the conversation only.
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,11 @@ from gptoss_trt.runtime.launch.demo import demo_server
 from gptoss_trt.runtime.launch.server_binary import LaunchError
 
 QUESTION = "What is 17 + 25?"
+INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+WELCOME = (
+    "A small model: it adds numbers up to 99, knows capitals and opposites, repeats, reverses lists, counts, tells\n"
+    "short stories and uses tools. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
+)
 EPILOG = """\b
 Examples:
   gptoss-trt demo                                  a chat in the terminal
@@ -28,15 +34,18 @@ Examples:
 @click.option("--cache-dir", type=click.Path(path_type=Path), help="Where checkpoint and engine are kept.")
 def demo(cache_dir: Path | None) -> int:
     """Build the demo engine, serve it from tritonserver and talk to it."""
-    try:
+    try:  # Ctrl-C while starting ends quietly
         folder = cache_dir or settings.state_dir() / "demo"
         server = demo_server(folder, lambda line: click.echo(line, err=True))
     except (LaunchError, settings.SettingsError) as error:
         raise click.ClickException(str(error)) from error
+    except KeyboardInterrupt:
+        click.echo("interrupted while starting", err=True)
+        return INTERRUPTED
     try:
         return converse(server.grpc_url)
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     finally:
         server.stop(drain_s=2)
 
@@ -47,18 +56,25 @@ def converse(url: str) -> int:
     # The demo model is small: greedy answers are its best, and the same each time.
     command = [sys.executable, "-m", "gptoss_trt", "chat", "--url", url, "--temperature", "0"]
     if sys.stdin.isatty():
-        return subprocess.run(command, check=False).returncode
+        click.echo(WELCOME, err=True)
+        chat = subprocess.Popen(command)
+        # Ctrl-C reaches both processes: there it stops an answer and keeps the session, here it means nothing.
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            return chat.wait()
+        finally:
+            signal.signal(signal.SIGINT, before)
     first = sys.stdin.readline()
-    chat = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
-    assert chat.stdin is not None
+    fed = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    assert fed.stdin is not None
     if first:
-        chat.stdin.write(first)
-        chat.stdin.flush()
+        fed.stdin.write(first)
+        fed.stdin.flush()
         for line in sys.stdin:
-            chat.stdin.write(line)
-            chat.stdin.flush()
+            fed.stdin.write(line)
+            fed.stdin.flush()
     else:
         click.echo(f"no question on standard input; asking: {QUESTION}", err=True)
-        chat.stdin.write(QUESTION + "\n")
-    chat.stdin.close()
-    return chat.wait()
+        fed.stdin.write(QUESTION + "\n")
+    fed.stdin.close()
+    return fed.wait()

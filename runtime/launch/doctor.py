@@ -35,7 +35,7 @@ GIB = 2**30
 DISK_FOR_20B_GIB = 30  # checkpoint 13.8 GB and an engine of the same size
 MEMORY_FOR_DEMO_GIB = 4
 SHM_MIB = 256  # four regions of the python backend and room to grow
-PORTS = (("HTTP", 8000), ("gRPC", 8001), ("metrics", 8002))
+PORTS = (("HTTP", 8000), ("gRPC", 8001), ("metrics", 8002), ("OpenAI", 8080))
 SERVE_PACKAGES = ("tritonclient", "msgpack", "openai-harmony", "torch", "safetensors")
 
 Status = Literal["ok", "note", "missing"]
@@ -98,7 +98,7 @@ def library_finding() -> Finding:
     for path in (packaged, built):
         if path.is_file():
             return Finding("cuda library", "ok", str(path))
-    return Finding("cuda library", "note", "not built", "cmake -S plugins -B build/cuda && cmake --build build/cuda")
+    return Finding("cuda library", "note", "not built", "make library")
 
 
 def tritonserver_finding() -> Finding:
@@ -173,7 +173,8 @@ def ports_finding() -> Finding:
             except OSError:
                 taken.append(f"{name} {port}")
     if taken:
-        return Finding("ports", "note", f"taken: {', '.join(taken)}", "serve with --http-port, --grpc-port, ... 0")
+        action = "serve with --http-port, --grpc-port, --metrics-port or --openai-port N (0 takes a free one)"
+        return Finding("ports", "note", f"taken: {', '.join(taken)}", action)
     return Finding("ports", "ok", ", ".join(f"{name} {port}" for name, port in PORTS) + " are free")
 
 

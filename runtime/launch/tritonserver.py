@@ -30,6 +30,7 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from gptoss_trt.build_engine.spec import Manifest, SpecError
+from gptoss_trt.client.protocol import did_you_mean
 from gptoss_trt.runtime.engine.location import EngineHome
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import SCRIPT_NAME
@@ -43,6 +44,7 @@ from gptoss_trt.runtime.launch.server_binary import (
     find_server,
     server_environment,
 )
+from gptoss_trt.runtime.triton_models.pbtxt import model_names
 
 ADMIN_HEADER = "gptoss-admin-key"
 RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
@@ -216,6 +218,8 @@ class TritonServer:
                     process.wait()
             status = 0
         self.clean()
+        if self.options.http_port == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)  # named by a port that nobody will ask for again
         return status
 
     def clean(self) -> None:
@@ -263,6 +267,7 @@ def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> T
     """Starts tritonserver over the engine and waits until it is ready. The caller stops it. Raises LaunchError when
     the binary, its libraries, a port or the folder cannot be had, and SettingsError for a bad environment variable."""
     _check_engine(options.engine_dir)
+    _check_models(options.models)
     binary = find_server()
     check_stub(binary)
     ports = _take_ports(options)
@@ -282,9 +287,20 @@ def _check_engine(engine_dir: Path) -> None:
     if (engine_dir / SCRIPT_NAME).is_file():
         return
     try:
-        Manifest.read(engine_dir)
+        world = Manifest.read(engine_dir).mapping.world
     except SpecError as error:
         raise LaunchError(str(error)) from error
+    if world != 1:
+        raise LaunchError(
+            f"{engine_dir} was built for {world} ranks, and the engine process runs one: "
+            "build without --tp, --ep and --dp"
+        )
+
+
+def _check_models(models: tuple[str, ...] | None) -> None:
+    for name in models or ():
+        if name not in model_names():
+            raise LaunchError(f"there is no model {name!r}{did_you_mean(name, model_names())}")
 
 
 def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
