@@ -63,8 +63,14 @@ def convert_dense(segments: list[Plain | Fp8], formats: Formats, report: Convers
 
 
 def convert_plain(values: torch.Tensor) -> torch.Tensor:
-    """Embedding, norms, router, biases and sinks are bf16 in every engine."""
-    return values.to(torch.bfloat16)
+    """Embedding, norms, router, biases and sinks are bf16 in every engine. FormatError for what is not finite."""
+    return _finite(values.to(torch.bfloat16))
+
+
+def _finite(stored: torch.Tensor) -> torch.Tensor:
+    if not bool(torch.isfinite(stored).all()):
+        raise mxfp4.FormatError("values to be stored as BF16 are not finite")
+    return stored
 
 
 def _values(weight: Plain | Fp8) -> torch.Tensor:
@@ -73,7 +79,7 @@ def _values(weight: Plain | Fp8) -> torch.Tensor:
 
 def _to_bf16(weight: Plain | Fp8, report: ConversionReport, tensor_class: str) -> torch.Tensor:
     values = _values(weight)
-    rounded = values.to(torch.bfloat16)
+    rounded = _finite(values.to(torch.bfloat16))
     if values.dtype != torch.bfloat16:
         wide = values.double()
         error = (rounded.double() - wide).square().sum()

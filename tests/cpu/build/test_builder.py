@@ -144,6 +144,21 @@ def test_a_value_that_is_not_finite(tmp_path: Path) -> None:
         build(checkpoint, tmp_path / "engine")
 
 
+@pytest.mark.parametrize(
+    "key",
+    ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
+    + [f"model.layers.0.{part}" for part in ("self_attn.q_proj.weight", "self_attn.sinks", "mlp.router.bias")],
+)
+def test_a_value_of_plain_bf16_that_is_not_finite(key: str, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "checkpoint", CONFIG)
+    tensors = load_file(checkpoint / "model.safetensors")
+    tensors[key].view(-1)[3] = float("nan")
+    save_file(tensors, checkpoint / "model.safetensors")
+    with pytest.raises(CheckpointError, match="values to be stored as BF16 are not finite"):
+        build(checkpoint, tmp_path / "engine")
+    assert not (tmp_path / "engine").exists()
+
+
 def test_f32_checkpoints_are_rounded_to_bf16(tmp_path: Path) -> None:
     checkpoint = write_checkpoint(tmp_path / "checkpoint", CONFIG, layout="hf_bf16")
     tensors = {name: value.float() * 1.001 for name, value in load_file(checkpoint / "model.safetensors").items()}
