@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gptoss_trt.runtime.engine.messages import ErrorCode, Sampling, Submit
 
-MAX_SEQUENCES = 64  # n of one request
+MAX_SEQUENCES = 128  # n of one request, OpenAI's limit
 MAX_LOGPROBS = 100  # best tokens a position
 MAX_PROMPT_LOGPROBS = 1 << 21  # entries in one Finished message
 MAX_SEQUENCE_IDS = 1 << 17  # ids in all stop or bad sequences together
