@@ -21,13 +21,14 @@ import click
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
-from gptoss_trt.runtime.launch.gateway import ApiOptions, gateway_port, start_api, wants_gateway
+from gptoss_trt.runtime.launch.gateway import NEEDED_MODELS, ApiOptions, gateway_port, start_api, wants_gateway
 from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
 from gptoss_trt.runtime.launch.serving import Serving, Signals, StartInterruptedError
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, describe, start_server
 from gptoss_trt.runtime.openai.gateway.process import GatewayProcess
 
 API_NAMES = ("served_model_name", "api_key_file", "api_workers", "ssl_certfile", "ssl_keyfile", "cors_origin")
+PORT = click.IntRange(0, 65535)
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EPILOG = """\b
 Examples:
@@ -41,22 +42,30 @@ Examples:
 @click.command(epilog=EPILOG)
 @click.argument("engine_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--address", default="127.0.0.1", show_default=True, help="Address to bind to.")
-@click.option("--http-port", default=8000, show_default=True, help="0 takes a free port.")
-@click.option("--grpc-port", default=8001, show_default=True)
-@click.option("--metrics-port", default=8002, show_default=True)
+@click.option("--http-port", default=8000, type=PORT, show_default=True, help="0 takes a free port.")
+@click.option("--grpc-port", default=8001, type=PORT, show_default=True)
+@click.option("--metrics-port", default=8002, type=PORT, show_default=True)
 @click.option("--model", "models", multiple=True, help="Load only this model (repeatable). Default: all.")
 @click.option("--chat-mode", is_flag=True, help="text_input is one user turn; text_output is the final channel only.")
 @click.option("--keep-special-tokens", is_flag=True, help="text_output keeps the text of special tokens.")
 @click.option("--unary", is_flag=True, help="Non-decoupled models, for clients that only do unary infer.")
-@click.option("--openai-port", default=8080, show_default=True, help="Port of the OpenAI API.")
+@click.option("--openai-port", default=8080, type=PORT, show_default=True, help="Port of the OpenAI API.")
 @click.option("--no-openai", is_flag=True, help="Start no OpenAI gateway.")
 @click.option("--served-model-name", multiple=True, default=("gpt-oss",), show_default=True, help="Repeatable.")
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="Keys of the OpenAI API, one a line.")
-@click.option("--api-workers", default=1, show_default=True, help="Processes of the OpenAI gateway.")
+@click.option(
+    "--api-workers", default=1, type=click.IntRange(1, 256), show_default=True, help="Processes of the OpenAI gateway."
+)
 @click.option("--ssl-certfile", type=click.Path(path_type=Path), help="TLS for the OpenAI API.")
 @click.option("--ssl-keyfile", type=click.Path(path_type=Path))
 @click.option("--cors-origin", multiple=True, help="Origin that browsers may call the OpenAI API from (repeatable).")
-@click.option("--drain-seconds", default=30.0, show_default=True, help="How long streams may finish after SIGTERM.")
+@click.option(
+    "--drain-seconds",
+    default=30,
+    type=click.IntRange(0, 86400),
+    show_default=True,
+    help="How long streams may finish after SIGTERM.",
+)
 @click.option("--state-dir", type=click.Path(path_type=Path), help="Sockets, logs and the assembled repository.")
 @click.option(
     "--engine-option",
@@ -74,7 +83,7 @@ def serve(
     keep_special_tokens: bool,
     unary: bool,
     models: tuple[str, ...],
-    drain_seconds: float,
+    drain_seconds: int,
     engine_options: tuple[str, ...],
     no_openai: bool,
     openai_port: int,
@@ -116,6 +125,8 @@ def serve(
     try:
         if not no_openai and wants_gateway(options):
             gateway = start_api(server, api)
+        elif not no_openai:
+            click.echo(f"no OpenAI API: it needs the streaming models {' and '.join(NEEDED_MODELS)}", err=True)
         _announce(server, gateway, as_json, start)
     except LaunchError as error:
         Serving(server, signals, gateway, lambda: start_api(server, api)).stop_gateway(time.monotonic())

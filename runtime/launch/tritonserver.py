@@ -8,6 +8,7 @@ trace and log settings behind a random key. Must not know requests, tokens or we
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import fcntl
 import json
 import os
@@ -50,6 +51,7 @@ ADMIN_HEADER = "gptoss-admin-key"
 RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
 FOREVER_S = 10**6  # tritonserver crashes (status 139) when its own exit timeout passes; ours ends it cleanly before
 KILL_GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 POLL_S = 0.1
 SHM_FOLDER = Path("/dev/shm")
 SHM_RECORD = "shm-prefix"
@@ -153,6 +155,7 @@ class TritonServer:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which drains
+                preexec_fn=end_with_parent,  # noqa: PLW1509 - one system call, which takes no lock
             )
 
     def wait_ready(self, timeout_s: float = 120.0) -> None:
@@ -263,6 +266,12 @@ class TritonServer:
                     process.terminate()
 
 
+def end_with_parent() -> None:
+    """In a child before it runs: asks the kernel for a SIGTERM when the launcher dies, so that a launcher killed with
+    -9 leaves no server behind that nobody watches."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> TritonServer:
     """Starts tritonserver over the engine and waits until it is ready. The caller stops it. Raises LaunchError when
     the binary, its libraries, a port or the folder cannot be had, and SettingsError for a bad environment variable."""
@@ -315,7 +324,7 @@ def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
                 listener.bind((options.address, port))
             except OSError as error:
                 raise LaunchError(
-                    f"{name} port {port} of {options.address} is taken ({error.strerror}); "
+                    f"cannot listen on {name} port {port} of {options.address}: {error.strerror or error}; "
                     f"choose another one or stop what listens there"
                 ) from error
         first, second, third = (int(listener.getsockname()[1]) for listener in sockets)

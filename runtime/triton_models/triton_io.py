@@ -17,8 +17,11 @@ from gptoss_trt.client.protocol import Model, did_you_mean
 from gptoss_trt.runtime.triton_models.answers import Arrays
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
 
-# What Triton's protocols define as request parameters of their own.
-SERVER_PARAMETERS = frozenset({"sequence_id", "sequence_start", "sequence_end", "priority", "timeout"})
+# What Triton's protocols define as request parameters of their own; /generate passes the request's id as one, and the
+# stop request of upstream's inflight_batcher_llm_client carries `Streaming`.
+SERVER_PARAMETERS = frozenset(
+    {"id", "sequence_id", "sequence_start", "sequence_end", "priority", "timeout", "Streaming"}
+)
 FINAL = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL
 
 

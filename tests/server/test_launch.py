@@ -105,7 +105,10 @@ def test_it_is_closed_by_default_and_ends_cleanly(folder: Path) -> None:
         assert status_of(url, body) == 403, path
         assert status_of(url, body, {"gptoss-admin-key": key}) == 200, path
         assert status_of(url, body, {"gptoss-admin-key": key + "x"}) == 403, path
-    assert serve.end() == (0, serve_drain_line(30))
+    assert serve.end() == (0, NO_API + serve_drain_line(30))
+
+
+NO_API = "no OpenAI API: it needs the streaming models chat and completions\n"
 
 
 def serve_drain_line(seconds: int) -> str:
@@ -168,7 +171,7 @@ def test_a_taken_port_is_named(folder: Path) -> None:
     second = Serve(folder, "--http-port", port)
     _, errors = second.process.communicate(timeout=60)
     assert second.process.returncode == 1
-    assert f"HTTP port {port} of 127.0.0.1 is taken" in errors
+    assert f"cannot listen on HTTP port {port} of 127.0.0.1: Address already in use" in errors
     assert serve.end()[0] == 0
 
 
@@ -209,3 +212,30 @@ def test_the_openai_gateway_starts_heals_and_ends_with_the_server(folder: Path) 
     assert serve.end()[0] == 0
     with pytest.raises(OSError):
         status_of(f"{url}/models")
+
+
+def test_a_killed_launcher_leaves_no_server(folder: Path) -> None:
+    serve = Serve(folder)
+    url = serve.announcement()["http"]
+    (server,) = psutil.Process(serve.process.pid).children()
+    serve.process.kill()
+    serve.process.wait()
+    server.wait(30)
+    with pytest.raises(OSError):
+        status_of(f"{url}/v2/health/live")
+    for record in (folder / "state").glob("server-*/shm-prefix"):  # the next launcher of the folder sweeps this
+        for region in Path("/dev/shm").glob(f"{record.read_text()}*"):
+            region.unlink()
+        record.unlink()
+
+
+@pytest.mark.parametrize(
+    "option", [("--http-port", "99999"), ("--drain-seconds", "-5"), ("--drain-seconds", "nan"), ("--model", "ensembel")]
+)
+def test_an_impossible_option_is_refused(tmp_path: Path, option: tuple[str, str]) -> None:
+    (tmp_path / "scripted.json").write_text("{}")
+    command = [sys.executable, "-m", "gptoss_trt", "serve", str(tmp_path), "--state-dir", str(tmp_path / "s"), *option]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert result.returncode in (1, 2)
+    assert option[1] in result.stderr
+    assert "Traceback" not in result.stderr
