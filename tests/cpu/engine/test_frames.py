@@ -185,12 +185,25 @@ def server(tmp_path: Path) -> Iterator[tuple[EngineServer, Path]]:
     server = EngineServer(path, lambda: ScriptedCore(plan), idle_timeout_s=30)
     thread = threading.Thread(target=server.serve)
     thread.start()
-    while not path.exists():
-        time.sleep(0.01)
+    wait_until_it_listens(path)
     yield server, path
     server.stop()
     thread.join(10)
     assert not thread.is_alive() and not path.exists()
+
+
+def wait_until_it_listens(path: Path) -> None:
+    """The socket's file is there from bind on, a moment before listen."""
+    deadline = time.monotonic() + 20
+    while True:
+        with socket.socket(socket.AF_UNIX) as probe:
+            try:
+                probe.connect(str(path))
+            except OSError:
+                assert time.monotonic() < deadline, f"nothing listens on {path}"
+                time.sleep(0.01)
+            else:
+                return
 
 
 def still_serves(path: Path) -> None:
