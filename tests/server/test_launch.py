@@ -123,7 +123,9 @@ def test_sigterm_lets_a_stream_finish(folder: Path) -> None:
     status, _ = serve.end()
     thread.join(20)
     assert status == 0
-    assert sum(len(event["output_ids"]) for event in events if isinstance(event["output_ids"], list)) >= 1
+    # /generate_stream writes a tensor of one element as a number, without its list.
+    ids = [event["output_ids"] for event in events if isinstance(event, dict)]
+    assert sum(len(each) if isinstance(each, list) else 1 for each in ids) >= 400
     assert isinstance(events[-1], dict)
     assert events[-1]["finish_reason"] == "length"
 

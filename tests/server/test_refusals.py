@@ -30,7 +30,7 @@ from gptoss_trt.client import protocol
         ({"min_tokens": 9}, "min_tokens is 9; it must lie in 0..max_tokens"),
         ({"min_tokens": 2, "min_length": 3}, "min_tokens is 2 and min_length 3"),
         ({"num_return_sequences": 0}, "num_return_sequences is 0; it must be at least 1"),
-        ({"num_return_sequences": 1000}, "n is 1000; it must lie in 1..64"),
+        ({"num_return_sequences": 1000}, "n is 1000; it must lie in 1..128"),
         ({"end_id": 500000}, "stop_ids holds the id 500000"),
         ({"guided_decoding_guide_type": "poem"}, "guided_decoding_guide_type is 'poem'; allowed: json"),
         ({"guided_decoding_guide_type": "regex"}, "'regex' needs guided_decoding_guide"),
