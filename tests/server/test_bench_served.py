@@ -61,11 +61,13 @@ def analyze(triton: Any, model: str, file: Path, profile: Path, *more: str) -> A
     for _attempt in range(3):
         done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        [experiment] = json.loads(profile.read_text())["experiments"]
-        # perf_analyzer 2.51 now and then ends well without a request in its profile; what it has is never wrong.
-        if experiment["requests"]:
+        # perf_analyzer 2.51 now and then ends well with an empty profile; what it has is never wrong.
+        written = profile.read_text().strip()
+        experiments = json.loads(written)["experiments"] if written else []
+        if experiments and experiments[0]["requests"]:
             break
         profile.unlink()  # it wants the name of a new file
+    [experiment] = experiments
     return experiment["requests"], profile
 
 

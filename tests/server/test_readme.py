@@ -5,7 +5,10 @@ The README's ports may be taken on the machine of a test: they are replaced by f
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
+import random
 import re
 import signal
 import socket
@@ -20,6 +23,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SERVE = "gptoss-trt serve engine/"
+README_PORTS = ("8000", "8001", "8002", "8080")
 STANDARD_INPUT = {"gptoss-trt chat": "What is 17 + 25?\n"}
 # Commands that cannot run inside a test, and the file that runs them.
 ELSEWHERE = {"make demo": ".ci/run", "make test": ".ci/run", "make soak": "Makefile", "make fuzz": "Makefile"}
@@ -27,29 +31,39 @@ ELSEWHERE = {"make demo": ".ci/run", "make test": ".ci/run", "make soak": "Makef
 NOT_RUN = re.compile(r"docker (build|run|compose) |tests/perf/|ENGINE_DIR=")
 
 
-def free_ports(count: int) -> list[str]:
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("127.0.0.1", 0))
-    ports = [str(each.getsockname()[1]) for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
+@functools.cache
+def our_ports() -> dict[str, str]:
+    """A free port for each of the README's, looked for when the first one is needed and below the range from which the
+    system hands out ports, so that nobody takes it in between."""
+    found: list[str] = []
+    while len(found) < len(README_PORTS):
+        port = random.randrange(20_000, 30_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found += [str(port)] if str(port) not in found else []
+    return dict(zip(README_PORTS, found, strict=True))
 
 
-PORTS = dict(zip(("8000", "8001", "8002", "8080"), free_ports(4), strict=True))
-SERVE_OPTIONS = ("--http-port", PORTS["8000"], "--grpc-port", PORTS["8001"], "--metrics-port", PORTS["8002"],
-                 "--openai-port", PORTS["8080"])  # fmt: skip
-# What the README leaves to defaults, said to commands that would look at the default port.
-ADDRESS = {
-    "gptoss-trt chat": f" --url grpc://127.0.0.1:{PORTS['8001']}",
-    "gptoss-trt bench serve": f" --url grpc://127.0.0.1:{PORTS['8001']}",
-    "gptoss-trt top": f" --url http://127.0.0.1:{PORTS['8002']}/metrics",
-}
+def serve_options() -> list[str]:
+    ports = our_ports()
+    return ["--http-port", ports["8000"], "--grpc-port", ports["8001"], "--metrics-port", ports["8002"],
+            "--openai-port", ports["8080"]]  # fmt: skip
+
+
+def address_of(command: str) -> str:
+    """What the README leaves to defaults, said to commands that would look at the default port."""
+    ports = our_ports()
+    grpc = f" --url grpc://127.0.0.1:{ports['8001']}"
+    addresses = {
+        "gptoss-trt chat": grpc,
+        "gptoss-trt bench serve": grpc,
+        "gptoss-trt top": f" --url http://127.0.0.1:{ports['8002']}/metrics",
+    }
+    return next((more for name, more in addresses.items() if command.startswith(name)), "")
 
 
 def on_our_ports(text: str) -> str:
-    for port, ours in PORTS.items():
+    for port, ours in our_ports().items():
         text = re.sub(rf"(127\.0\.0\.1|localhost):{port}\b", rf"\g<1>:{ours}", text)
     return text
 
@@ -109,7 +123,7 @@ def start_server(place: Path, environment: dict[str, str]) -> None:
     """Starts the README's serve command in the background and waits for its line to try."""
     log = place / "serve.out"
     with log.open("w") as out:
-        command = [*SERVE.split(), *SERVE_OPTIONS]
+        command = [*SERVE.split(), *serve_options()]
         SERVERS.append(subprocess.Popen(command, cwd=place, env=environment, stdout=out, stderr=out, text=True))
     deadline = time.monotonic() + 180
     while "try: curl" not in log.read_text():
@@ -123,9 +137,8 @@ def test_every_command_runs_in_order(place: Path, shell: dict[str, str]) -> None
         if command == SERVE:
             start_server(place, shell)
             continue
-        address = next((more for name, more in ADDRESS.items() if command.startswith(name)), "")
         result = subprocess.run(
-            command + address, shell=True, cwd=place, env=shell, input=STANDARD_INPUT.get(command, ""),
+            command + address_of(command), shell=True, cwd=place, env=shell, input=STANDARD_INPUT.get(command, ""),
             capture_output=True, text=True, timeout=300, check=False,
         )  # fmt: skip
         # doctor's status 1 says that something is missing on this machine, which is an answer.
