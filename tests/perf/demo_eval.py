@@ -21,10 +21,11 @@ from gptoss_trt.build_engine.demo.dataset import document, prompt_ids
 from gptoss_trt.build_engine.demo.expand import expand_demo_checkpoint
 from gptoss_trt.build_engine.demo.kinds import KINDS, sample
 from gptoss_trt.build_engine.demo.names import NamePool
-from gptoss_trt.runtime.engine.messages import Error, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 
+GREEDY = Sampling(temperature=0.0)
 ROOM_TOKENS = 64  # more than the expected step needs, so that a long wrong answer shows as one
 
 
@@ -34,7 +35,7 @@ def answers(core: ModelCore, chats: list[Conversation], codec: Codec) -> list[Vi
     for index, chat in enumerate(chats):
         prompt = prompt_ids(chat, codec)
         length = len(document(chat, codec, target_only=True).ids) - len(prompt)
-        submit = Submit(str(index), tuple(prompt), length + ROOM_TOKENS, stop_ids=STOPS)
+        submit = Submit(str(index), tuple(prompt), length + ROOM_TOKENS, sampling=GREEDY, stop_ids=STOPS)
         written[str(index)] = []
         core.submit((0, str(index)), submit, time.time_ns())
     while core.has_work():

@@ -61,6 +61,14 @@ def test_kinds_through_the_engine(
     assert len(wrong) <= 1, wrong  # the levels say 0.85 to 0.98
 
 
+@pytest.mark.timeout(300)
+def test_many_answers_at_once_are_right(engine: Path, codec: Codec, pool: NamePool, demo_eval: ModuleType) -> None:
+    """Prompts that share a cached prefix, more of them than one step's budget can start together."""
+    chats = [sample(KINDS["capital"], seed, pool, held=True) for seed in range(48)]
+    right = _right(engine, chats, codec, demo_eval)
+    assert all(right), [seed for seed, good in enumerate(right) if not good]
+
+
 @pytest.mark.timeout(900)
 def test_answers_break_without_the_experts(tmp_path: Path, codec: Codec, pool: NamePool, demo_eval: ModuleType) -> None:
     tensors = dict(pack.read_packed(packed_path()).tensors)
