@@ -16,6 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+RANDOM_SEED = "random_seed"  # provenance of an engine without files: its weights are made at load
 BLOCK = 128  # rows and columns of one FP8 scale block, channels of one activation group
 MXFP4_GROUP = 32  # values that share one MXFP4 scale byte
 HARMONY_VOCAB_SIZE = 201088  # rows of the embedding in every gpt-oss checkpoint

@@ -16,7 +16,7 @@ from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
 from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
-from gptoss_trt.runtime.bench.random_engine import RandomTensors
+from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 E4M3 = torch.float8_e4m3fn
 H_GROUPS = {"block128": 128, "block64": 64, "static": 0}

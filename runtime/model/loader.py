@@ -1,4 +1,5 @@
-"""Opens a rank's weights: memory-mapped from the engine directory and compared with the manifest before use.
+"""Opens a rank's weights: memory-mapped from the engine directory and compared with the manifest before use, or made
+from the seed of an engine that has no files.
 
 Invariant: what is returned is exactly the table of `spec.expected_tensors`, no tensor more, less or of another shape or
 dtype; on a CPU nothing is copied. Must not know layers or arithmetic.
@@ -14,7 +15,19 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 
-from gptoss_trt.build_engine.spec import Manifest, RankShare, SpecError, expected_tensors, rank_file, rank_share
+from gptoss_trt.build_engine.spec import (
+    RANDOM_SEED,
+    Formats,
+    Manifest,
+    ModelConfig,
+    ParallelMapping,
+    RankShare,
+    SpecError,
+    expected_tensors,
+    rank_file,
+    rank_share,
+)
+from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 HASH_LIMIT_BYTES = 1 << 30  # larger files are hashed by `inspect --verify`, not at every start
 _CHUNK_BYTES = 1 << 22
@@ -41,7 +54,8 @@ def load_weights(engine_dir: Path, rank: int, device: torch.device, ranks: int) 
     """Reads the manifest and maps `rank{rank}.safetensors`; on a GPU copies the tensors there.
 
     Raises SpecError when the directory, the mapping or the rank cannot be used by `ranks` ranks, LoadError when the
-    weight file is absent, has another length or (up to 1 GiB) hash, or holds other tensors than expected.
+    weight file is absent, has another length or (up to 1 GiB) hash, or holds other tensors than expected. An engine of
+    random weights (a manifest with a seed and no files) has them made on `device`.
     """
     manifest = Manifest.read(engine_dir)
     mapping = manifest.mapping
@@ -52,11 +66,20 @@ def load_weights(engine_dir: Path, rank: int, device: torch.device, ranks: int) 
         )
     if mapping.dp > 1:
         raise SpecError(f"{engine_dir} was built for dp {mapping.dp}; this version runs dp 1")
+    if RANDOM_SEED in manifest.provenance and not manifest.files:
+        return random_weights(manifest.model, manifest.formats, manifest.provenance[RANDOM_SEED], device)
     share = rank_share(manifest.model, mapping, rank)
     table = expected_tensors(manifest.model, manifest.formats, mapping, rank)
     path = engine_dir / rank_file(rank)
     _check_file(path, manifest)
     return RankWeights(manifest, share, _map_tensors(path, table, device))
+
+
+def random_weights(config: ModelConfig, formats: Formats, seed: int, device: torch.device) -> RankWeights:
+    """What load_weights returns for an engine of one rank whose weights are made from `seed`."""
+    mapping = ParallelMapping()
+    manifest = Manifest(config, formats, mapping, {}, provenance={RANDOM_SEED: seed})
+    return RankWeights(manifest, rank_share(config, mapping, 0), RandomTensors(config, formats, seed, device))
 
 
 def _check_file(path: Path, manifest: Manifest) -> None:

@@ -13,14 +13,13 @@ import torch
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.demo.expand import expand_demo_checkpoint
 from gptoss_trt.build_engine.spec import Formats
-from gptoss_trt.runtime.bench.random_engine import random_weights
 from gptoss_trt.runtime.bench.shapes import model_config
 from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch, load_model
-from gptoss_trt.runtime.model.loader import RankWeights
+from gptoss_trt.runtime.model.loader import RankWeights, random_weights
 
 QUESTIONS = ("What is 12 + 30?", "Which city is the capital of France?", "Say hello.", "How many days has a week?")
 BLOCK_TOKENS = 16

@@ -11,9 +11,9 @@ import torch
 
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops import dispatch
-from gptoss_trt.runtime.bench.random_engine import random_weights
 from gptoss_trt.runtime.bench.shapes import model_config
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch
+from gptoss_trt.runtime.model.loader import random_weights
 
 pytestmark = pytest.mark.interpret
 CPU = torch.device("cpu")

@@ -10,9 +10,10 @@ from gptoss_trt.ops.storage import mxfp4_to_fp8
 from gptoss_trt.reference import fp8_block, mxfp4
 from gptoss_trt.runtime.bench.bound import decode_seconds, distinct_experts, prefill_seconds
 from gptoss_trt.runtime.bench.observe import mean_distinct_experts
-from gptoss_trt.runtime.bench.random_engine import RandomTensors, random_weights
 from gptoss_trt.runtime.bench.shapes import MODELS, model_config
 from gptoss_trt.runtime.model import GptOssModel
+from gptoss_trt.runtime.model.loader import random_weights
+from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 CPU = torch.device("cpu")
 FP8_DENSE = Formats("mxfp4", "fp8_block128")

@@ -12,17 +12,8 @@ from collections.abc import Iterator, Mapping
 
 import torch
 
-from gptoss_trt.build_engine.spec import (
-    Formats,
-    Manifest,
-    ModelConfig,
-    ParallelMapping,
-    expected_tensors,
-    qkv_segments,
-    rank_share,
-)
+from gptoss_trt.build_engine.spec import Formats, ModelConfig, ParallelMapping, expected_tensors, qkv_segments
 from gptoss_trt.ops.storage import dense_to_fp8, mxfp4_to_fp8
-from gptoss_trt.runtime.model.loader import RankWeights
 
 SPREAD = 0.02
 SCALE_BYTES = (127 - 9, 127 - 7)  # lowest and highest group scale, 2^-9 and 2^-7
@@ -88,10 +79,3 @@ class RandomTensors(Mapping[str, torch.Tensor]):
         for part in torch.split(out, CHUNK):
             part.copy_(torch.randn(part.shape, generator=generator, device=self._device).mul_(SPREAD))
         return out.view(shape)
-
-
-def random_weights(config: ModelConfig, formats: Formats, seed: int, device: torch.device) -> RankWeights:
-    """What load_weights would return for such an engine of one rank."""
-    mapping = ParallelMapping()
-    manifest = Manifest(config, formats, mapping, {}, provenance={"random_seed": seed})
-    return RankWeights(manifest, rank_share(config, mapping, 0), RandomTensors(config, formats, seed, device))
