@@ -17,11 +17,11 @@ from typing import Any, get_args
 import click
 import torch
 
+from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
 from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.bench.cells import FULL, QUICK, Bench
 from gptoss_trt.runtime.bench.record import Cell, Setting, card_name, line, record, source_commit
-from gptoss_trt.runtime.bench.shapes import MODELS, model_config
 from gptoss_trt.runtime.model.graphed import GraphedModel
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights, random_weights
 from gptoss_trt.runtime.model.model import GptOssModel

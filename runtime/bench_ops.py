@@ -15,13 +15,13 @@ from typing import Any, get_args
 import click
 import torch
 
+from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
 from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.bench.bound import H200
 from gptoss_trt.runtime.bench.gpu_clock import median_ms
 from gptoss_trt.runtime.bench.op_cases import Case, Cases
 from gptoss_trt.runtime.bench.record import card_name, source_commit
-from gptoss_trt.runtime.bench.shapes import MODELS, model_config
 from gptoss_trt.runtime.bench_engine import read_counts, write_line
 
 DECODE_OPS = (

@@ -29,6 +29,9 @@ BENCHMARKS = {
     ),
     "engine": Benchmark("gptoss_trt.runtime.bench_engine", "engine", "Decode and prefill of the bare engine.", "serve"),
     "ops": Benchmark("gptoss_trt.runtime.bench_ops", "ops", "Each operator against its own bound.", "build"),
+    "random-engine": Benchmark(
+        "gptoss_trt.build_engine.random_engine", "random_engine", "Write a full-size engine of random weights.", "build"
+    ),
     "inputs": Benchmark(
         "gptoss_trt.client.bench.files_cli", "inputs", "Write input files for perf_analyzer.", "client"
     ),

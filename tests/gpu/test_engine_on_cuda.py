@@ -12,8 +12,8 @@ import torch
 
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.demo.expand import expand_demo_checkpoint
+from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
-from gptoss_trt.runtime.bench.shapes import model_config
 from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops import dispatch
-from gptoss_trt.runtime.bench.shapes import model_config
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch
 from gptoss_trt.runtime.model.loader import random_weights
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops.storage import mxfp4_to_fp8
 from gptoss_trt.reference import fp8_block, mxfp4
 from gptoss_trt.runtime.bench.bound import decode_seconds, distinct_experts, prefill_seconds
 from gptoss_trt.runtime.bench.observe import mean_distinct_experts
-from gptoss_trt.runtime.bench.shapes import MODELS, model_config
 from gptoss_trt.runtime.model import GptOssModel
 from gptoss_trt.runtime.model.loader import random_weights
 from gptoss_trt.runtime.model.random_tensors import RandomTensors

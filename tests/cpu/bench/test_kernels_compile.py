@@ -42,7 +42,7 @@ JITFunction.run = compile_only
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.bench.op_cases import Cases
-from gptoss_trt.runtime.bench.shapes import model_config
+from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.ops.schemas import SCHEMAS
 
 library = torch.library.Library("gptoss_trt", "IMPL")

@@ -22,6 +22,7 @@ FOLDERS = {
 STANDARD_LIBRARY_ONLY = (
     "client/protocol.py",
     "client/wire_tensors.py",
+    "build_engine/shapes.py",
     "build_engine/spec.py",
     "build_engine/vocabulary.py",
 )

@@ -1,4 +1,6 @@
-"""The models that a benchmark can make from nothing: gpt-oss at its two sizes, and a tiny one for any machine."""
+"""The shapes of gpt-oss at its two sizes, and of a tiny model for any machine, for random engines and benchmarks.
+
+Invariant: standard library only. Must not know weights."""
 
 from __future__ import annotations
 
