@@ -15,6 +15,7 @@ from types import FrameType
 from gptoss_trt.runtime.launch.server_binary import LaunchError
 from gptoss_trt.runtime.launch.stub_watch import StubWatch
 from gptoss_trt.runtime.launch.tritonserver import TritonServer
+from gptoss_trt.runtime.openai.gateway.options import LOST_SIGNALS
 from gptoss_trt.runtime.openai.gateway.process import GatewayProcess
 
 POLL_S = 0.1
@@ -67,7 +68,7 @@ class Serving:
 
     def run(self, tell: Callable[[str], None]) -> int:
         """Serves until a signal comes or the server ends by itself; returns the exit status."""
-        watch = StubWatch(self._server)
+        watch = StubWatch(self._server, self._tell_gateway)
         watch.start()
         while self._process.poll() is None and not self._signals.count:
             self._heal_gateway()
@@ -93,6 +94,12 @@ class Serving:
         if process.poll() is None:
             process.kill()
         process.wait()
+
+    def _tell_gateway(self, model: str) -> None:
+        """Requests in a stub that died would wait for ever: the gateway fails those that are its own."""
+        number = LOST_SIGNALS.get(model)
+        if number is not None and self._gateway is not None and self._gateway.process.poll() is None:
+            self._gateway.process.send_signal(number)
 
     def _heal_gateway(self) -> None:
         if self._gateway is None or self._gateway.process.poll() is None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -45,10 +46,11 @@ def stubs_by_model(server_pid: int) -> dict[str, set[int]]:
 
 
 class StubWatch:
-    """A thread that reloads models whose stubs died, with back-off for each model."""
+    """A thread that reloads models whose stubs died, with back-off for each model. `on_death` hears of each first."""
 
-    def __init__(self, server: TritonServer) -> None:
+    def __init__(self, server: TritonServer, on_death: Callable[[str], None]) -> None:
         self._server = server
+        self._on_death = on_death
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stub-watch", daemon=True)
         self._known: dict[str, set[int]] = {}
@@ -72,6 +74,7 @@ class StubWatch:
             now = stubs_by_model(process.pid)
             for model, pids in self._known.items():
                 if pids - now.get(model, set()):
+                    self._on_death(model)
                     self._heal(model)
             self._known = {**self._known, **stubs_by_model(process.pid)}
 

@@ -15,16 +15,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 import pytest
 
+from gptoss_trt.runtime.harmony import Tokenizer
+from gptoss_trt.runtime.launch.stub_watch import stubs_by_model
+
+WORDS = "Count the sheep"
 ENGINE = {
     "step_ms": 5,
     "max_context": 100_000,
     "full_blocks": 2048,
     "block_tokens": 64,
     "default": {"echo": True},
-    "scripts": [{"match": [1, 2, 3, 4], "tokens": [11, 12, 13, 14], "cycle": True}],
+    "scripts": [
+        {"match": [1, 2, 3, 4], "tokens": [11, 12, 13, 14], "cycle": True},
+        {"match": Tokenizer.load().encode_ordinary(WORDS), "tokens": [11, 12, 13, 14], "cycle": True},
+    ],
 }
 FREE_PORTS = ("--http-port", "0", "--grpc-port", "0", "--metrics-port", "0")
 
@@ -214,6 +222,30 @@ def test_the_openai_gateway_starts_heals_and_ends_with_the_server(folder: Path) 
     assert serve.end()[0] == 0
     with pytest.raises(OSError):
         status_of(f"{url}/models")
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_stub_that_dies_fails_the_streams_of_the_gateway(folder: Path, workers: str) -> None:
+    """Triton tells nobody that a stub died: the launcher does, and the API answers again when the model is back."""
+    serve = Serve(folder, "--openai-port", "0", "--api-workers", workers)
+    told = serve.announcement()
+    body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 50_000, "stream": True}
+    with httpx.Client(base_url=told["openai"].removesuffix("/v1"), timeout=20) as client:
+        with client.stream("POST", "/v1/chat/completions", json=body) as answer:
+            lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+            next(lines)
+            server = next(p for p in psutil.Process(serve.process.pid).children() if p.name() == "tritonserver")
+            (stub,) = stubs_by_model(server.pid)["chat"]
+            os.kill(stub, signal.SIGKILL)
+            *_, error, done = list(lines)
+        assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+        assert done == "data: [DONE]"
+        short = {**body, "max_tokens": 4, "stream": False}
+        deadline = time.monotonic() + 20
+        while (status := client.post("/v1/chat/completions", json=short).status_code) != 200:
+            assert time.monotonic() < deadline, status
+            time.sleep(0.2)
+    assert serve.end()[0] == 0
 
 
 def test_a_killed_launcher_leaves_no_server(folder: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import signal
 import socket
 import sys
 import tempfile
@@ -16,7 +17,13 @@ from pathlib import Path
 
 from gptoss_trt.runtime.launch import settings
 from gptoss_trt.runtime.openai.gateway.keys import Keys
-from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, OptionsError, read_options, with_port
+from gptoss_trt.runtime.openai.gateway.options import (
+    LOST_SIGNALS,
+    GatewayOptions,
+    OptionsError,
+    read_options,
+    with_port,
+)
 from gptoss_trt.runtime.openai.gateway.process import LISTENS
 from gptoss_trt.runtime.openai.gateway.workers import serve, serve_with_workers
 
@@ -26,6 +33,8 @@ BACKLOG = 2048
 def main(arguments: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     options = read_options(arguments)
+    for number in LOST_SIGNALS.values():
+        signal.signal(number, signal.SIG_IGN)  # until there are requests that could be lost
     level = settings.read("GPTOSS_TRT_LOG_LEVEL")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:

@@ -5,6 +5,8 @@ Invariant: every error of every route leaves in OpenAI's shape. Must not know so
 
 from __future__ import annotations
 
+import asyncio
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,7 +24,7 @@ from gptoss_trt.runtime.openai.gateway import generation_routes, response_routes
 from gptoss_trt.runtime.openai.gateway.front import Front, error_response
 from gptoss_trt.runtime.openai.gateway.keys import Keys
 from gptoss_trt.runtime.openai.gateway.metrics import Metrics
-from gptoss_trt.runtime.openai.gateway.options import GatewayOptions
+from gptoss_trt.runtime.openai.gateway.options import LOST_SIGNALS, GatewayOptions
 from gptoss_trt.runtime.openai.gateway.readiness import Readiness
 from gptoss_trt.runtime.openai.gateway.store import ResponseStore
 from gptoss_trt.runtime.openai.gateway.triton import TritonModels
@@ -35,6 +37,7 @@ def create_app(options: GatewayOptions) -> ASGIApp:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         app.state.models = TritonModels(options.grpc_url)
+        _hear_of_losses(app.state.models, options)
         app.state.readiness = Readiness(app.state.models, options)
         app.state.store = ResponseStore(
             options.store_file, options.store_count, options.store_bytes, options.store_age_s
@@ -60,6 +63,15 @@ def create_app(options: GatewayOptions) -> ASGIApp:
             layered, options.cors_origin, allow_methods=["*"], allow_headers=["*"], expose_headers=["x-request-id"]
         )
     return layered
+
+
+def _hear_of_losses(models: TritonModels, options: GatewayOptions) -> None:
+    """Signals go to the main thread's loop; an application that runs in another hears of none."""
+    if threading.current_thread() is not threading.main_thread():
+        return
+    names = {"chat": options.chat_model, "completions": options.completions_model}
+    for route, number in LOST_SIGNALS.items():
+        asyncio.get_running_loop().add_signal_handler(number, models.lose, names[route])
 
 
 async def _refuse(_request: Request, error: Exception) -> Response:

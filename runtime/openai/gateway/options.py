@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "gptoss_trt.runtime.openai.gateway"
+
+LOST_SIGNALS = {"chat": signal.SIGUSR1, "completions": signal.SIGUSR2}
+"""What tells a gateway that the process of the model behind a kind of route died: Triton tells its clients nothing."""
 
 
 PURPOSES = {

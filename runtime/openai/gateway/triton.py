@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import struct
+import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -24,6 +25,9 @@ log = logging.getLogger(__name__)
 HEALTH_TIMEOUT_S = 5.0
 _CHANNEL_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 _TRUE, _FALSE = b"\x01", b"\x00"
+_LOST = RequestError(
+    503, None, "the model's process died with this request in it; it is being restarted", "unavailable"
+)
 
 
 class Answer:
@@ -31,10 +35,12 @@ class Answer:
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self._lost = False
         self.closed = False
 
     async def batches(self) -> AsyncIterator[list[bytes]]:
-        """The texts of each response. Ends early after `close`; raises RequestError for the server's error."""
+        """The texts of each response. Ends early after `close`; raises RequestError for the server's error and after
+        `lose`."""
         try:
             async for message in self._call:
                 if message.error_message:
@@ -43,13 +49,23 @@ class Answer:
                 if texts:
                     yield texts
         except grpc.RpcError as error:
+            if self._lost:
+                raise _LOST from error
             if not self.closed:
                 raise _error_of_rpc(error) from error
         except asyncio.CancelledError:
-            # grpc.aio raises this both for a cancelled task and for a call that `close` cancelled.
+            # grpc.aio raises this both for a cancelled task and for a call that `close` or `lose` cancelled.
+            if self._lost and not self.closed:
+                raise _LOST from None
             if not self.closed:
                 self.close()
                 raise
+
+    def lose(self) -> None:
+        """The model's process died with this request in it: no more responses will come."""
+        if not self.closed:
+            self._lost = True
+            self._call.cancel()
 
     def close(self) -> None:
         """Cancels what is still running. Safe after the end and more than once."""
@@ -64,6 +80,7 @@ class TritonModels:
     def __init__(self, target: str) -> None:
         self._channel = grpc.aio.insecure_channel(target, options=_CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._open: dict[str, weakref.WeakSet[Answer]] = {}  # by model
 
     def ask(self, model: str, body: bytes, *, stream: bool, request_id: str = "") -> Answer:
         """Sends a JSON body to `model`; `stream` goes before the body's own."""
@@ -72,7 +89,16 @@ class TritonModels:
         request.inputs.add(name="stream", datatype="BOOL", shape=[1])
         request.raw_input_contents.append(struct.pack("<I", len(body)) + body)
         request.raw_input_contents.append(_TRUE if stream else _FALSE)
-        return Answer(self._stub.ModelStreamInfer(iter([request])))
+        answer = Answer(self._stub.ModelStreamInfer(iter([request])))
+        self._open.setdefault(model, weakref.WeakSet()).add(answer)
+        return answer
+
+    def lose(self, model: str) -> None:
+        """Fails the requests that are in `model`, whose process died: Triton would let them wait for ever."""
+        answers = [answer for answer in self._open.pop(model, ()) if not answer.closed]
+        log.error("the process of model %s died with %d requests in it", model, len(answers))
+        for answer in answers:
+            answer.lose()
 
     async def is_ready(self, model: str) -> bool:
         """Whether the server says that it serves `model`; it says so of a model whose process has died, too."""

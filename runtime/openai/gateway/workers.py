@@ -19,7 +19,7 @@ from multiprocessing.context import SpawnProcess
 import uvicorn
 
 from gptoss_trt.runtime.openai.gateway.app import create_app
-from gptoss_trt.runtime.openai.gateway.options import GatewayOptions
+from gptoss_trt.runtime.openai.gateway.options import LOST_SIGNALS, GatewayOptions
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +49,8 @@ def serve_with_workers(options: GatewayOptions, listener: socket.socket) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     workers = [_start(options, listener) for _ in range(options.api_workers)]
+    for number in LOST_SIGNALS.values():
+        signal.signal(number, lambda received, _: _pass_on(workers, received))
     while not stop.wait(WATCH_S):
         for index, worker in enumerate(workers):
             if not worker.is_alive():
@@ -66,6 +68,12 @@ def serve_with_workers(options: GatewayOptions, listener: socket.socket) -> int:
     return 0
 
 
+def _pass_on(workers: list[SpawnProcess], number: int) -> None:
+    for worker in workers:
+        if worker.pid is not None and worker.is_alive():
+            os.kill(worker.pid, number)
+
+
 def _start(options: GatewayOptions, listener: socket.socket) -> SpawnProcess:
     # spawn: gRPC's threads do not survive a fork
     worker = multiprocessing.get_context("spawn").Process(target=_work, args=(options, listener, os.getpid()))
@@ -74,6 +82,8 @@ def _start(options: GatewayOptions, listener: socket.socket) -> SpawnProcess:
 
 
 def _work(options: GatewayOptions, listener: socket.socket, parent: int) -> None:
+    for number in LOST_SIGNALS.values():
+        signal.signal(number, signal.SIG_IGN)  # the application takes them when it starts
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     serve(options, listener)
 
