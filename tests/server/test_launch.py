@@ -227,7 +227,9 @@ def test_the_openai_gateway_starts_heals_and_ends_with_the_server(folder: Path) 
 @pytest.mark.parametrize("workers", ["1", "2"])
 def test_a_stub_that_dies_fails_the_streams_of_the_gateway(folder: Path, workers: str) -> None:
     """Triton tells nobody that a stub died: the launcher does, and the API answers again when the model is back."""
-    serve = Serve(folder, "--openai-port", "0", "--api-workers", workers)
+    serve = Serve(
+        folder, "--openai-port", "0", "--api-workers", workers, "--drain-seconds", "3"
+    )  # the lost stream never ends
     told = serve.announcement()
     body = {"messages": [{"role": "user", "content": WORDS}], "max_tokens": 50_000, "stream": True}
     with httpx.Client(base_url=told["openai"].removesuffix("/v1"), timeout=20) as client:
