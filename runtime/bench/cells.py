@@ -23,7 +23,8 @@ from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.cuda_graph import is_decode
+from gptoss_trt.runtime.model.cuda_graph import Launched, is_decode
+from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.graphed import GraphedModel
 
 STEP_TOKENS = 8192  # of one step, so that a prompt up to that length is one chunk
@@ -68,11 +69,20 @@ class BenchModel:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         if self.pretend and not is_decode(batch):
-            return torch.randn((len(batch.logits_rows), self.config.vocab_size), device=self.inner.model.device)
+            return self._made_up(batch)
         return self.inner.forward(batch)
 
-    def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
-        return self.inner.decode(batch, temperature, share)
+    @property
+    def most_draws(self) -> int:
+        return self.inner.most_draws
+
+    def launch(self, batch: StepBatch, draws: Draws) -> Launched:
+        if self.pretend and not is_decode(batch):
+            return self.inner.launch_with(self._made_up(batch), draws)
+        return self.inner.launch(batch, draws)
+
+    def _made_up(self, batch: StepBatch) -> torch.Tensor:
+        return torch.randn((len(batch.logits_rows), self.config.vocab_size), device=self.inner.model.device)
 
 
 class Bench:

@@ -1,18 +1,18 @@
-"""Counts the experts that a piece of work touches, by looking at what the router op returns.
+"""Counts the experts that a piece of work touches, by looking at what the op that routes writes.
 
 Invariant: the work runs eagerly and unchanged; a captured graph replays without passing here. Must not know the model.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_ROUTE = "gptoss_trt::moe_route"
-_ACTIVE = 9  # argument active_experts of moe_route: the number of local experts with rows comes first
+_ACTIVE = "active_experts"  # an op's output: the number of local experts with rows comes first
 
 
 class _RouteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -24,9 +24,19 @@ class _RouteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.name() == _ROUTE:
-            self.counts.append(args[_ACTIVE][0].clone())
+        place = _place(func)
+        if place is not None:
+            self.counts.append(args[place][0].clone())
         return result
+
+
+@functools.cache
+def _place(func: Any) -> int | None:
+    """Which argument of an op is the active experts that it writes; None when it writes none."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.name == _ACTIVE and argument.alias_info is not None and argument.alias_info.is_write:
+            return place
+    return None
 
 
 def mean_distinct_experts(work: Callable[[], object]) -> float:

@@ -68,10 +68,13 @@ class KvCache:
         return True
 
     def extend(self, sequence: Sequence, count: int) -> bool:
-        """Makes room for `count` more tokens in both tables; False, with nothing taken, when a pool lacks blocks."""
-        table, end = sequence.table, self._blocks_for(sequence.computed + count)
+        """Makes room for `count` more tokens in both tables, behind those computed and planned; False, with nothing
+        taken, when a pool lacks blocks."""
+        table, end = sequence.table, self._blocks_for(sequence.computed + sequence.planned + count)
         fresh_full = max(0, end - len(table.full))
         fresh_window = max(0, end - table.window_first - len(table.window))
+        if not fresh_full and not fresh_window:
+            return True
         if fresh_full > self.full.available or fresh_window > self.window.available:
             return False
         table.full += [self.full.take() for _ in range(fresh_full)]
@@ -84,13 +87,16 @@ class KvCache:
         table = sequence.table
         full_end = len(table.full) + self.full.available
         window_end = table.window_first + len(table.window) + self.window.available
-        return max(0, min(count, min(full_end, window_end) * self.block_tokens - sequence.computed))
+        begin = sequence.computed + sequence.planned
+        return max(0, min(count, min(full_end, window_end) * self.block_tokens - begin))
 
     def advance(self, sequence: Sequence, count: int) -> None:
         """After a step: `count` tokens more are computed; whole blocks become known, what no query sees is released."""
-        sequence.computed += count
+        sequence.computed = computed = sequence.computed + count
+        if count == 1 and computed % self.block_tokens and (computed - self.window_tokens + 1) % self.block_tokens:
+            return  # no block was filled and none left the window
         table = sequence.table
-        whole = sequence.computed // self.block_tokens
+        whole = computed // self.block_tokens
         self._hash_blocks(sequence, whole)
         for block in range(table.published, whole):
             self.full.publish(table.full[block], table.hashes[block])
@@ -101,17 +107,19 @@ class KvCache:
             self.window.release(table.window.pop(0))
         table.window_first = max(table.window_first, first)
 
-    def release(self, sequence: Sequence, *, trusted: bool = True) -> None:
-        """Gives all blocks back. Not `trusted`: nothing it computed may be found again, in or out of the window.
-
-        Last blocks first: the beginning of a prefix is the most useful part, so it is evicted last.
-        """
-        table = sequence.table
-        for pool, blocks in ((self.full, table.full), (self.window, table.window)):
-            for content in () if trusted else table.hashes:
+    def distrust(self, sequence: Sequence) -> None:
+        """Nothing that the sequence computed may be found again, in or out of the window."""
+        for pool in (self.full, self.window):
+            for content in sequence.table.hashes:
                 known = pool.find(content)
                 if known is not None:
                     pool.forget(known)
+
+    def release(self, sequence: Sequence) -> None:
+        """Gives all blocks back. Last blocks first: the beginning of a prefix is the most useful part, so it is evicted
+        last."""
+        table = sequence.table
+        for pool, blocks in ((self.full, table.full), (self.window, table.window)):
             for block in reversed(blocks):
                 pool.release(block)
         sequence.table = BlockTable(hashes=table.hashes)

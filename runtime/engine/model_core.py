@@ -1,6 +1,7 @@
 """The real engine: validation, scheduler, model and sampler behind the EngineCore interface.
 
-Invariant: one step is plan, run, commit; nothing else changes the scheduler. Must not know sockets or frames.
+Invariant: one step is plan, run, commit (pipeline.py has the order); nothing else changes the scheduler. Must not know
+sockets or frames.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Event, Submit
 from gptoss_trt.runtime.engine.metrics import Statistics
 from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.pipeline import Pipeline
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel
 from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
@@ -59,7 +61,6 @@ class ModelCore:
         blocks = _cache_shape(model, options).pool_sizes(kv_bytes)
         model.allocate_kv(*blocks, options.block_tokens)
         self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window)
-        self._clock_ns = clock_ns
         self._compiler = guide_compiler
         self._options = options
         self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
@@ -67,7 +68,8 @@ class ModelCore:
         limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
         self._scheduler = Scheduler(limits, self._cache, self._statistics)
         batches_on = "cpu" if isinstance(model, DrawingModel) else device
-        self._runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on)
+        runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on)
+        self._pipeline = Pipeline(self._scheduler, runner, runs_ahead=options.run_ahead, clock_ns=clock_ns)
         self._device = device
         log.info("KV cache: %d full and %d window blocks of %d tokens", *blocks, options.block_tokens)
 
@@ -91,12 +93,9 @@ class ModelCore:
         return self._scheduler.has_work
 
     def step(self) -> list[tuple[RequestKey, Event]]:
-        plan = self._scheduler.plan(self._clock_ns())
-        if plan.work:
-            outcomes = self._runner.run(plan)
-            self._scheduler.commit(plan, outcomes, self._clock_ns())
+        stepped = self._pipeline.step()
         events = self._scheduler.take_events()
-        if not plan.work and not events:
+        if not stepped and not events:
             raise RuntimeError(f"no work can be planned for {len(self._scheduler.requests)} open requests")
         return events
 

@@ -29,6 +29,7 @@ class EngineOptions:
     threads: int = 0  # torch's CPU threads
     device: str = ""  # cpu or cuda; empty: cuda where there is one
     prefix_cache: bool = True
+    run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
 
     def __post_init__(self) -> None:
         ranges = {

@@ -1,54 +1,106 @@
-"""Decode steps whose tokens the model draws itself, on its device: which steps those are, and their outcomes.
+"""Steps whose tokens the model draws itself, on its device: which steps those are, and what it is told to draw them.
 
-Invariant: a token drawn here is the one that the Sampler would choose: same order of filters (none apply), same random
+Invariant: a token drawn there is the one that the Sampler would choose: same order of filters (none apply), same random
 number. Must not know blocks or the queue.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Sequence as Items
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
 
 from gptoss_trt.runtime.engine.messages import Sampling, Submit
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, is_greedy, uniform
 from gptoss_trt.runtime.engine.scheduler import Outcome, Work
+from gptoss_trt.runtime.engine.sequence import Request, Sequence
 from gptoss_trt.runtime.model.batch import StepBatch
+from gptoss_trt.runtime.model.draw import Draws
+
+
+class Launched(Protocol):
+    """A step that runs on the model's device."""
+
+    def tokens(self) -> list[int]:
+        """Waits for the step: a token for each row of its logits, -1 where they are not finite."""
 
 
 @runtime_checkable
 class DrawingModel(Protocol):
-    """A model with a decode step that ends with tokens; it takes batches in host memory."""
+    """A model with steps that end with tokens: the best where temperature is 0, else the one whose cumulated
+    probability passes the share. It takes batches in host memory. Two steps may be launched before the tokens of the
+    first are asked for."""
 
-    def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
-        """The next token of each sequence, -1 where its logits are not finite: the best where temperature is 0, else
-        the one whose cumulated probability passes `share`."""
+    @property
+    def most_draws(self) -> int:
+        """Tokens that one step may draw."""
+
+    def launch(self, batch: StepBatch, draws: Draws) -> Launched:
+        """Starts a step that draws a token for each row of the batch's logits."""
 
 
-def is_plain(works: Sequence[Work]) -> bool:
-    """Whether every work is one token of a sequence that wants nothing but the next one."""
-    return all(work.count == work.logits == 1 and work.samples and _wants_token_only(work) for work in works)
+class _Wish(NamedTuple):
+    """What a request wants of its tokens, looked at once."""
+
+    token_only: bool  # nothing but the next token, from unfiltered logits
+    unstoppable: int  # output tokens that no stop id may follow: that many are chosen by the Sampler
+    temperature: float  # 0 when greedy
 
 
-def decode_plain(model: DrawingModel, batch: StepBatch, works: Sequence[Work]) -> list[Outcome]:
-    """Outcomes of a step that `is_plain`, in its order."""
-    temperature = [0.0] * len(works)
-    share = [0.0] * len(works)
-    for row, work in enumerate(works):
+def is_drawn(works: Items[Work], most: int) -> bool:
+    """Whether the model can draw all tokens of a step: every work brings at most the next token of a sequence that
+    wants no more than that, and they are `most` or fewer."""
+    draws = 0
+    for work in works:
+        if not work.samples:
+            if work.logits:
+                return False
+            continue
+        draws += 1
         sequence = work.sequence
-        request = sequence.request
-        sampling = request.submit.sampling
-        if not is_greedy(sampling):
-            temperature[row] = sampling.temperature
-            share[row] = uniform(request.seed, sequence.index, sequence.output_tokens)
-    tokens = model.decode(batch, temperature, share)
-    return [Outcome(failure=NOT_FINITE) if token < 0 else Outcome(token) for token in tokens]
+        wish = _wish(sequence.request)
+        if work.logits != 1 or not wish.token_only or sequence.lacks_prompt_logprobs:
+            return False
+        if work.start + work.count - sequence.prompt_tokens < wish.unstoppable:
+            return False
+    return draws <= most
 
 
-def _wants_token_only(work: Work) -> bool:
-    sequence = work.sequence
-    submit = sequence.request.submit
-    bans_stops = bool(submit.stop_ids) and sequence.output_tokens < submit.min_tokens
-    return not bans_stops and not sequence.lacks_prompt_logprobs and _is_unfiltered(submit)
+def draws_of(works: Items[Work], source: NDArray[np.int32] | None) -> tuple[Draws, list[Sequence]]:
+    """What a model is told for a step that `is_drawn`, and the sequence of each row that it draws; `source` as in
+    Draws."""
+    sequences, temperatures, shares = [], [], []
+    for work in works:
+        if work.samples:
+            sequence = work.sequence
+            request = sequence.request
+            temperature = _wish(request).temperature
+            position = work.start + work.count - sequence.prompt_tokens
+            sequences.append(sequence)
+            temperatures.append(temperature)
+            shares.append(uniform(request.seed, sequence.index, position) if temperature else 0.0)
+    return Draws(np.array(temperatures, np.float32), np.array(shares, np.float32), source), sequences
+
+
+def outcomes_of(works: Items[Work], tokens: Items[int]) -> list[Outcome]:
+    """One outcome a work, in order; `tokens` of those that sample, -1 for logits that are not finite."""
+    drawn = iter(tokens)
+    return [_outcome(next(drawn)) if work.samples else Outcome() for work in works]
+
+
+def _outcome(token: int) -> Outcome:
+    return Outcome(token) if token >= 0 else Outcome(failure=NOT_FINITE)
+
+
+def _wish(request: Request) -> _Wish:
+    if not isinstance(request.memo, _Wish):
+        submit = request.submit
+        unstoppable = submit.min_tokens if submit.stop_ids else 0
+        temperature = 0.0 if is_greedy(submit.sampling) else submit.sampling.temperature
+        request.memo = _Wish(_is_unfiltered(submit), unstoppable, temperature)
+    return request.memo
 
 
 def _is_unfiltered(submit: Submit) -> bool:

@@ -8,6 +8,13 @@ take blocks from the worst ranked when the pool is empty (that one is paused and
 get chunks of the tokens left in the budget; (4) waiting sequences are admitted while their blocks fit, in the queue's
 order and without overtaking. All full-attention blocks of a prompt are taken at its admission, so half-read prompts
 never fight.
+
+A step may be planned ahead, while the one before it runs: its sequences count as if that step had ended, with a token
+that is awaited. What then holds: (a) a sequence whose awaited token is its last by max_tokens is left out; one that
+ends otherwise (stop, cancel, deadline, failure) has a row in the step ahead whose outcome nobody takes. (b) The blocks
+of a sequence that ended go back when the last step that was planned with it is committed, so none of them has another
+owner while a step writes it, and no block is known by its content before its step is committed. (c) Nobody is paused
+ahead: where blocks lack, the step ahead is given up, and the next is planned when the one that runs is committed.
 """
 
 from __future__ import annotations
@@ -16,6 +23,7 @@ import bisect
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.kv_cache import KvCache
@@ -50,7 +58,7 @@ class SchedulerLimits:
             raise ValueError(f"max_batch is {self.max_batch}; it must lie in 1..step_tokens ({self.step_tokens})")
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Work:
     """Tokens [start, start + count) of a sequence; logits are wanted of the last `logits` of them (0: none)."""
 
@@ -61,12 +69,12 @@ class Work:
 
     @property
     def samples(self) -> bool:
-        """Whether this work ends with a new token."""
-        return self.start + self.count == len(self.sequence.tokens)
+        """Whether this work ends with a new token (until its own is committed). Planned ahead, it may begin with a
+        token that is awaited."""
+        return self.start + self.count >= len(self.sequence.tokens)
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step made of one Work: a token (when it samples), or what went wrong."""
 
     token: int | None = None
@@ -77,18 +85,18 @@ class Outcome:
 
 @dataclass
 class StepPlan:
-    """The work of one step."""
+    """The work of one step: tokens in all, and those of prompts."""
 
     work: list[Work] = field(default_factory=list)
-
-    @property
-    def tokens(self) -> int:
-        return sum(work.count for work in self.work)
+    tokens: int = 0
+    prompt_tokens: int = 0
 
 
 class Scheduler:
-    """Owns the requests and the block accounting. Use: submit / cancel, then plan, run the plan, commit,
-    take_events."""
+    """Owns the requests and the block accounting. Use: submit / cancel, then plan, run the plan, commit, take_events.
+
+    A plan is committed or withdrawn, in the order of planning; `plan_ahead` makes one while one is not committed.
+    """
 
     def __init__(self, limits: SchedulerLimits, cache: KvCache, statistics: Statistics) -> None:
         self._limits = limits
@@ -97,18 +105,25 @@ class Scheduler:
         self._requests: dict[RequestKey, Request] = {}
         self._running: list[Sequence] = []  # by rank
         self._waiting = WaitingQueue(limits.max_queue)
+        self._deadlines: dict[RequestKey, int] = {}
         self._cancelled: set[RequestKey] = set()
+        self._leaving: set[Sequence] = set()  # ended, with blocks that a planned step writes
         self._events: list[tuple[RequestKey, Event]] = []
         self._orders = 0
         self.last_prompt_tokens = 0  # prompt tokens of the last step
 
     @property
     def has_work(self) -> bool:
-        return bool(self._requests or self._events)
+        return bool(self._requests or self._events or self._leaving)
 
     @property
     def running(self) -> tuple[Sequence, ...]:
         return tuple(self._running)
+
+    @property
+    def leaving(self) -> tuple[Sequence, ...]:
+        """Sequences that ended and hold their blocks until the last step that is planned with them is committed."""
+        return tuple(self._leaving)
 
     @property
     def waiting(self) -> WaitingQueue:
@@ -130,6 +145,8 @@ class Scheduler:
         request = Request(key, submit, arrival_ns, self._orders, seed, hashlib.blake2b(salt.encode()).digest())
         request.sequences = [Sequence(request, index, list(submit.token_ids)) for index in range(submit.n)]
         self._requests[key] = request
+        if request.deadline_ns is not None:
+            self._deadlines[key] = request.deadline_ns
         self._waiting.add(request.sequences[0])
         self._statistics.submitted(len(submit.token_ids))
 
@@ -148,38 +165,74 @@ class Scheduler:
     # -- planning -----------------------------------------------------------------------------------------------------
 
     def plan(self, now_ns: int) -> StepPlan:
-        """Ends what is to end and chooses the next step's work."""
+        """Ends what is to end and chooses the next step's work. Every plan before must be committed."""
         self._end_cancelled_and_late(now_ns)
         plan = StepPlan()
-        self._plan_decoding(plan)
-        self._plan_prompts(plan)
-        self._admit(plan, now_ns)
-        return plan
-
-    def _end_cancelled_and_late(self, now_ns: int) -> None:
-        cancelled, self._cancelled = self._cancelled, set()
-        for key in cancelled:
-            for sequence in self._requests[key].sequences:
-                if not sequence.finished:
-                    self._finish(sequence, "cancelled")
-        for request in list(self._requests.values()):
-            if request.deadline_ns is not None and now_ns >= request.deadline_ns:
-                message = f"not finished within its deadline of {request.submit.deadline_ms} ms"
-                self._fail(request, "DEADLINE_EXCEEDED", message)
-
-    def _plan_decoding(self, plan: StepPlan) -> None:
         for sequence in [s for s in self._running if s.decoding]:
             while not sequence.paused and not self._cache.extend(sequence, 1):
                 self._pause(self._running[-1])  # planned ones rank better, so it is this one or one not planned yet
             if not sequence.paused:
-                plan.work.append(Work(sequence, sequence.computed, 1, 1))
-
-    def _plan_prompts(self, plan: StepPlan) -> None:
+                self._add(plan, sequence, 1, 1)
         for sequence in [s for s in self._running if not s.decoding]:
-            if sequence.paused:
-                continue
-            while not self._add_chunk(plan, sequence) and not plan.work and self._running[-1] is not sequence:
+            while not sequence.paused and not self._add_chunk(plan, sequence):
+                if plan.work or self._running[-1] is sequence:
+                    break
                 self._pause(self._running[-1])  # nobody advances: the first in rank must
+        self._admit(plan, now_ns)
+        return plan
+
+    def plan_ahead(self, now_ns: int) -> StepPlan | None:
+        """The step behind one that is planned and not committed; None when that one's outcome must be seen first."""
+        self._end_cancelled_and_late(now_ns)
+        plan = StepPlan()
+        prompts = []
+        for sequence in self._running:
+            if not sequence.decoding:
+                prompts.append(sequence)
+            elif sequence.output_tokens + sequence.awaited < sequence.request.submit.max_tokens:
+                if not self._cache.extend(sequence, 1):
+                    self.withdraw(plan)
+                    return None
+                self._add(plan, sequence, 1, 1)
+        for sequence in prompts:
+            self._add_chunk(plan, sequence)
+        self._admit(plan, now_ns)
+        return plan
+
+    def withdraw(self, plan: StepPlan) -> None:
+        """Takes the latest plan back: nothing of it is run. Blocks that it gave to running sequences stay theirs."""
+        for work in plan.work:
+            self._land(work)
+
+    def _end_cancelled_and_late(self, now_ns: int) -> None:
+        cancelled, self._cancelled = self._cancelled, set()
+        for key in cancelled:
+            request = self._requests.get(key)  # it may have ended with a step that ran when the cancel came
+            for sequence in () if request is None else request.sequences:
+                if not sequence.finished:
+                    self._finish(sequence, "cancelled")
+        for key in [key for key, deadline_ns in self._deadlines.items() if now_ns >= deadline_ns]:
+            request = self._requests[key]
+            message = f"not finished within its deadline of {request.submit.deadline_ms} ms"
+            self._fail(request, "DEADLINE_EXCEEDED", message)
+
+    @staticmethod
+    def _add(plan: StepPlan, sequence: Sequence, count: int, logits: int) -> None:
+        """Plans `count` more tokens of a sequence that has blocks for them."""
+        work = Work(sequence, sequence.computed + sequence.planned, count, logits)
+        plan.work.append(work)
+        plan.tokens += count
+        sequence.planned += count
+        sequence.awaited += work.samples
+
+    def _land(self, work: Work) -> None:
+        """A planned work is no longer under way. The last one of a sequence that has ended gives its blocks back."""
+        sequence = work.sequence
+        sequence.planned -= work.count
+        sequence.awaited -= work.samples
+        if sequence.finished and not sequence.planned:
+            self._leaving.remove(sequence)
+            self._cache.release(sequence)
 
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Adds what fits of a prompt: the budget, the blocks, and the rows of logits it asks for."""
@@ -190,8 +243,9 @@ class Scheduler:
         count = self._cache.longest_extension(sequence, count)
         if count <= 0 or not self._cache.extend(sequence, count):
             return False
-        complete = sequence.computed + count == len(sequence.tokens)
-        plan.work.append(Work(sequence, sequence.computed, count, count if wants_rows else int(complete)))
+        complete = count == sequence.pending
+        self._add(plan, sequence, count, count if wants_rows else int(complete))
+        plan.prompt_tokens += count
         return True
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
@@ -233,23 +287,25 @@ class Scheduler:
     def commit(self, plan: StepPlan, outcomes: list[Outcome], now_ns: int) -> None:
         """Takes the outcomes of a plan's work, in its order. `now_ns`: when the step ended."""
         self._statistics.iterations += 1
-        self.last_prompt_tokens = sum(work.count for work in plan.work if not work.sequence.decoding)
+        self.last_prompt_tokens = plan.prompt_tokens
         for work, outcome in zip(plan.work, outcomes, strict=True):
             sequence = work.sequence
+            self._land(work)
             if sequence.finished:
-                continue  # another sequence of its request failed in this step
+                continue  # it was cancelled, or another sequence of its request failed, while the step ran
             if outcome.failure is not None:
                 self._fail(sequence.request, "INTERNAL", outcome.failure, trusted=False)
                 continue
             self._cache.advance(sequence, work.count)
-            sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
+            if outcome.prompt_logprobs:
+                sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
             if outcome.token is not None:
                 self._take_token(sequence, outcome.token, outcome.logprobs, now_ns)
 
     def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int) -> None:
         request = sequence.request
         sequence.tokens.append(token)
-        if not sequence.first_token_ns:
+        if sequence.output_tokens == 1:
             sequence.first_token_ns = now_ns
             if sequence.index == 0:
                 self._statistics.first_token((now_ns - request.arrival_ns) / 1e9)
@@ -272,7 +328,7 @@ class Scheduler:
         self._events.append((request.key, end))
         self._statistics.finished(reason, usage)
         if not request.remaining:
-            del self._requests[request.key]
+            self._forget(request)
 
     def _fail(self, request: Request, code: ErrorCode, message: str, *, trusted: bool = True) -> None:
         for sequence in request.sequences:
@@ -280,14 +336,24 @@ class Scheduler:
                 self._leave(sequence, trusted=trusted)
         self._events.append((request.key, Error(request.submit.request_id, code, message)))
         self._statistics.failed(code)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
         del self._requests[request.key]
+        self._deadlines.pop(request.key, None)
 
     def _leave(self, sequence: Sequence, *, trusted: bool) -> None:
-        """Ends a sequence wherever it is and gives its blocks back."""
+        """Ends a sequence wherever it is and gives its blocks back, or leaves that to the last step it is planned in.
+        Not `trusted`: what it computed is not reused."""
         sequence.finished = True
         if sequence in self._running:
             self._running.remove(sequence)
-            self._cache.release(sequence, trusted=trusted)
+            if not trusted:
+                self._cache.distrust(sequence)
+            if sequence.planned:
+                self._leaving.add(sequence)
+            else:
+                self._cache.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence, served=False)
 

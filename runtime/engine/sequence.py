@@ -1,7 +1,8 @@
 """A request and its sequences as the scheduler sees them: tokens, progress, KV blocks, times.
 
 Invariant: `computed` tokens of a sequence have their keys and values in the cache; tokens are only ever appended, so
-block hashes once computed stay true. Must not know tensors, sockets or how tokens are chosen.
+block hashes once computed stay true. A step that was planned and not committed yet has its tokens in `planned` and the
+token that it will bring in `awaited`. Must not know tensors, sockets or how tokens are chosen.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.messages import Submit, TokenLogprobs, Usage
 
 
-@dataclass
+@dataclass(eq=False)
 class BlockTable:
-    """KV blocks of one sequence. `window[0]` is logical block `window_first`; `hashes` cover whole blocks only."""
+    """KV blocks of one sequence. `window[0]` is logical block `window_first`; `hashes` cover whole blocks only. While
+    the sequence holds blocks it is one and the same object, whose lists grow at their end and shrink at their front."""
 
     full: list[int] = field(default_factory=list)
     window: list[int] = field(default_factory=list)
@@ -31,6 +33,8 @@ class Sequence:
     index: int
     tokens: list[int]  # prompt, then output
     computed: int = 0
+    planned: int = 0  # tokens behind those, of steps that are planned and not committed
+    awaited: int = 0  # tokens behind `tokens`, which those steps bring
     table: BlockTable = field(default_factory=BlockTable)
     rank: tuple[int, int, int] = (0, 0, 0)  # order among the running: lower is served first and preempted last
     finished: bool = False
@@ -42,9 +46,8 @@ class Sequence:
     first_token_ns: int = 0
     last_token_ns: int = 0
 
-    @property
-    def prompt_tokens(self) -> int:
-        return len(self.request.submit.token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.request.submit.token_ids)
 
     @property
     def output_tokens(self) -> int:
@@ -52,12 +55,12 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens whose keys and values are still to be computed: 1 while decoding."""
-        return len(self.tokens) - self.computed
+        """Tokens whose keys and values no step was planned for yet: 1 while decoding."""
+        return len(self.tokens) + self.awaited - self.computed - self.planned
 
     @property
     def decoding(self) -> bool:
-        return self.pending == 1 and self.output_tokens > 0
+        return self.pending == 1 and self.output_tokens + self.awaited > 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -94,6 +97,7 @@ class Request:
     salt: bytes
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    memo: object = None  # what the part that has its tokens chosen remembers of it
 
     @property
     def remaining(self) -> int:

@@ -1,27 +1,32 @@
 """Runs a step: the plan's work as one StepBatch, the forward pass, the tokens.
 
 Invariant: a failure belongs to the requests that cause it. A step that raises is run again in halves down to the single
-sequence (the keys and values it writes are the same each time); only a broken device ends the process. Must not know
-the queue or sockets.
+sequence (the keys and values it writes are the same each time); only a broken device ends the process. A step whose
+tokens the model draws may be launched behind one that still runs; its inputs then are the tokens that one draws. Must
+not know the queue or sockets.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
-from gptoss_trt.runtime.engine.plain_decode import DrawingModel, decode_plain, is_plain
+from gptoss_trt.runtime.engine.plain_decode import DrawingModel, Launched, draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
 from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
-from gptoss_trt.runtime.engine.table_rows import TableRows
+from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.table_rows import Ints, TableRows
 from gptoss_trt.runtime.model.batch import StepBatch
 
 log = logging.getLogger(__name__)
+
+AWAITED = -1
 
 
 class Model(Protocol):
@@ -37,6 +42,15 @@ class Model(Protocol):
     def forward(self, batch: StepBatch) -> torch.Tensor: ...
 
 
+@dataclass
+class Flight:
+    """A launched step: its plan, the model's handle, the sequence of each token that it draws."""
+
+    plan: StepPlan
+    launched: Launched
+    draws: list[Sequence]
+
+
 class StepRunner:
     """Runs plans on a model whose KV blocks hold `block_tokens` tokens; batches are made on `device`.
 
@@ -47,13 +61,36 @@ class StepRunner:
         self._model = model
         self._drawing = model if isinstance(model, DrawingModel) else None
         self._sampler = sampler
-        self._block_tokens = block_tokens
         self._device = device
-        self._table_rows = (TableRows(), TableRows())
+        self._table_rows = TableRows(block_tokens, model.config.sliding_window)
+
+    def launch(self, plan: StepPlan, before: Flight | None) -> Flight | None:
+        """Starts a step behind `before`, which was launched last and is not collected yet. None, with nothing started,
+        when it has no work, wants more than tokens that the model draws, or raises."""
+        if self._drawing is None or not plan.work or not is_drawn(plan.work, self._drawing.most_draws):
+            return None
+        try:
+            with torch.inference_mode():
+                return self._launch(self._drawing, plan, before)
+        except Exception as error:
+            if _is_fatal(error):
+                raise
+            log.warning("a step of %d sequences was not launched: %s", len(plan.work), error)
+            return None
+
+    def collect(self, flight: Flight) -> list[Outcome]:
+        """Waits for a step: one outcome a work, in the plan's order."""
+        return outcomes_of(flight.plan.work, flight.launched.tokens())
 
     def run(self, plan: StepPlan) -> list[Outcome]:
-        """One outcome a work, in the plan's order."""
+        """One outcome a work, in the plan's order. Nothing may be under way."""
         return self._run(plan.work)
+
+    def _launch(self, model: DrawingModel, plan: StepPlan, before: Flight | None) -> Flight:
+        batch = assemble(plan.work, self._table_rows, self._device)
+        source = _take_awaited(batch, plan.work, before)
+        draws, sequences = draws_of(plan.work, source)
+        return Flight(plan, model.launch(batch, draws), sequences)
 
     def _run(self, works: list[Work]) -> list[Outcome]:
         try:
@@ -70,9 +107,10 @@ class StepRunner:
         return self._run(works[:half]) + self._run(works[half:])
 
     def _attempt(self, works: list[Work]) -> list[Outcome]:
-        batch = assemble(works, self._block_tokens, self._device, self._table_rows)
-        if self._drawing is not None and is_plain(works):
-            return decode_plain(self._drawing, batch, works)
+        batch = assemble(works, self._table_rows, self._device)
+        if self._drawing is not None and is_drawn(works, self._drawing.most_draws):
+            draws, _ = draws_of(works, None)
+            return outcomes_of(works, self._drawing.launch(batch, draws).tokens())
         logits = self._model.forward(batch)
         ends = np.cumsum([work.logits for work in works]).tolist()
         prompts = [_prompt_part(logits[end - work.logits : end], work) for work, end in zip(works, ends, strict=True)]
@@ -87,32 +125,25 @@ class StepRunner:
         return outcomes
 
 
-def assemble(
-    works: list[Work], block_tokens: int, device: str, known: tuple[TableRows, TableRows] | None = None
-) -> StepBatch:
-    """The batch of these works, in their order. Tables are cut to the blocks that this step reads or writes; `known`
-    remembers the rows of the full and the window pool from step to step."""
+def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
+    """The batch of these works, in their order, with AWAITED in the place of each token that is not known yet. Tables
+    are cut to the blocks that this step reads or writes and hold until the next call with these `rows`."""
     sequences = [work.sequence for work in works]
-    begins = np.fromiter((work.start for work in works), np.int32, len(works))
-    counts = np.fromiter((work.count for work in works), np.int32, len(works))
+    begins = np.fromiter([work.start for work in works], np.int32, len(works))
+    counts = np.fromiter([work.count for work in works], np.int32, len(works))
     contexts = begins + counts
     starts = np.zeros(len(works) + 1, np.int32)
     np.cumsum(counts, out=starts[1:])
     if starts[-1] == len(works) and counts.all():  # decode: one token each
-        tokens = [work.sequence.tokens[work.start] for work in works]
+        tokens = [_token(sequence.tokens, work.start) for sequence, work in zip(sequences, works, strict=True)]
         positions = begins
     else:
-        tokens = [token for work in works for token in work.sequence.tokens[work.start : work.start + work.count]]
+        tokens = list(itertools.chain.from_iterable(map(_tokens, works)))
         positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins - starts[:-1], counts)
-    blocks = (-(-contexts // block_tokens)).tolist()
-    tables = [sequence.table for sequence in sequences]
-    firsts = [table.window_first for table in tables]
-    full_rows, window_rows = known or (TableRows(), TableRows())
-    full = full_rows.padded(sequences, [table.full for table in tables], [0] * len(works), blocks)
-    window = window_rows.padded(sequences, [table.window for table in tables], firsts, blocks)
-    rows = [range(end - work.logits, end) for work, end in zip(works, starts[1:].tolist(), strict=True)]
+    full, window, firsts = rows.of([sequence.table for sequence in sequences], begins, contexts)
+    logits = np.fromiter([work.logits for work in works], np.int32, len(works))
 
-    def tensor(values: object) -> torch.Tensor:
+    def tensor(values: Ints | list[int]) -> torch.Tensor:
         return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
 
     return StepBatch(
@@ -120,11 +151,43 @@ def assemble(
         positions=tensor(positions),
         query_start=tensor(starts),
         context_lens=tensor(contexts),
-        full_blocks=tensor(full),
-        window_blocks=tensor(window),
+        full_blocks=tensor(np.ascontiguousarray(full)),
+        window_blocks=tensor(np.ascontiguousarray(window)),
         window_first_block=tensor(firsts),
-        logits_rows=tensor(list(itertools.chain.from_iterable(rows))),
+        logits_rows=tensor(_last_rows(starts[1:], logits)),
     )
+
+
+def _token(tokens: list[int], position: int) -> int:
+    return tokens[position] if position < len(tokens) else AWAITED
+
+
+def _tokens(work: Work) -> list[int]:
+    known = work.sequence.tokens[work.start : work.start + work.count]
+    return known if len(known) == work.count else [*known, AWAITED]
+
+
+def _last_rows(ends: Ints, counts: Ints) -> Ints:
+    """The last counts[i] of the rows before ends[i], for each i."""
+    before = np.cumsum(counts, dtype=np.int32)
+    total = int(before[-1])
+    return np.arange(total, dtype=np.int32) + np.repeat(ends - before, counts)
+
+
+def _take_awaited(batch: StepBatch, works: list[Work], before: Flight | None) -> Ints | None:
+    """Draws.source of a batch with awaited tokens, whose ids then are any that exist; None when all are known."""
+    tokens = batch.token_ids.numpy()
+    places = np.flatnonzero(tokens == AWAITED)
+    if not len(places):
+        return None
+    assert before is not None, "a token is awaited of a step that nobody launched"
+    row_of = {sequence: row for row, sequence in enumerate(before.draws)}
+    ends = batch.query_start.numpy()
+    owners = np.searchsorted(ends, places, side="right") - 1
+    source = np.full(len(tokens), -1, np.int32)
+    source[places] = [row_of[works[owner].sequence] for owner in owners.tolist()]
+    tokens[places] = 0
+    return source
 
 
 def _prompt_part(logits: torch.Tensor, work: Work) -> Outcome:

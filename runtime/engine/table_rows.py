@@ -1,39 +1,87 @@
-"""Block tables of a step as one padded array, remembering each sequence's row from the step before.
+"""Block tables of a step as padded arrays, kept from step to step: only rows and entries that changed are written.
 
-Invariant: what comes out equals a fresh copy of the tables: a row is used again only while its list is the same object
-with the same first block and length, because lists grow at their end and lose blocks at their front alone. Must not
+Invariant: what comes out equals a fresh copy of the tables: a row is kept with the table object that it was copied from
+(one object while a sequence holds blocks), and what a step asks for beyond or below it is copied or cleared. Must not
 know pools or tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.sequence import BlockTable
 
-Array = np.ndarray[tuple[int, int], np.dtype[np.int32]]
-_Row = tuple[list[int], int, np.ndarray[tuple[int], np.dtype[np.int32]]]
+Ints = NDArray[np.int32]
+UNUSED = -1
+LEAST_WIDTH = 8
 
 
 class TableRows:
-    """The rows of one pool's tables."""
+    """The rows of the sequences of the last step, in its order, for blocks of `block_tokens` and a window of
+    `window` tokens."""
 
-    def __init__(self) -> None:
-        self._known: WeakKeyDictionary[Sequence, _Row] = WeakKeyDictionary()
+    def __init__(self, block_tokens: int, window: int) -> None:
+        self._block_tokens = block_tokens
+        self._window_tokens = window
+        self._tables: list[BlockTable] = []
+        self._full = np.full((1, LEAST_WIDTH), UNUSED, np.int32)
+        self._window = np.full((1, LEAST_WIDTH), UNUSED, np.int32)
+        # What each row holds: full blocks [0, full_end), window blocks [window_first, window_end), logical numbers.
+        self._full_end = np.zeros(1, np.int32)
+        self._window_first = np.zeros(1, np.int32)
+        self._window_end = np.zeros(1, np.int32)
 
-    def padded(
-        self, sequences: Items[Sequence], tables: Items[list[int]], firsts: Items[int], ends: Items[int]
-    ) -> Array:
-        """int32 [sequences, most blocks], unused entries -1: blocks of each table up to logical block `ends`, where
-        `firsts` is the logical number of its first."""
-        counts = [end - first for first, end in zip(firsts, ends, strict=True)]
-        out = np.full((len(tables), max(counts)), -1, dtype=np.int32)
-        for row, (sequence, table, first, count) in enumerate(zip(sequences, tables, firsts, counts, strict=True)):
-            known = self._known.get(sequence)
-            if known is None or known[0] is not table or known[1] != first or len(known[2]) != len(table):
-                known = self._known[sequence] = (table, first, np.array(table, dtype=np.int32))
-            out[row, :count] = known[2][:count]
-        return out
+    def of(self, tables: list[BlockTable], begins: Ints, ends: Ints) -> tuple[Ints, Ints, Ints]:
+        """(full blocks [S, most], window blocks [S, most], first window block [S]) for queries at [begins, ends) of
+        each sequence: blocks that they see or write, unused entries -1. Views that hold until the next call."""
+        if tables != self._tables:
+            self._arrange(tables)
+        last = -(-ends // self._block_tokens)
+        first = np.maximum(begins - (self._window_tokens - 1), 0) // self._block_tokens
+        self._fill_full(last)
+        self._fill_window(first, last)
+        return self._full[:, : int(last.max())], self._window[:, : int((last - first).max())], first
+
+    def _arrange(self, tables: list[BlockTable]) -> None:
+        """Brings the rows into the order of `tables`; rows of tables that were not there become empty."""
+        known = {table: row for row, table in enumerate(self._tables)}
+        order = np.fromiter((known.get(table, UNUSED) for table in tables), np.int64, len(tables))
+        fresh = order == UNUSED
+        self._full, self._window = self._full[order], self._window[order]
+        self._full_end, self._window_end = self._full_end[order], self._window_end[order]
+        self._window_first = self._window_first[order]
+        self._full[fresh] = self._window[fresh] = UNUSED
+        self._full_end[fresh] = self._window_end[fresh] = self._window_first[fresh] = 0
+        self._tables = tables
+
+    def _fill_full(self, last: Ints) -> None:
+        self._full = _widened(self._full, int(last.max()))
+        for row in np.flatnonzero(last != self._full_end).tolist():
+            begin, end = int(self._full_end[row]), int(last[row])
+            if begin < end:
+                self._full[row, begin:end] = self._tables[row].full[begin:end]
+            else:
+                self._full[row, end:] = UNUSED
+        self._full_end = last
+
+    def _fill_window(self, first: Ints, last: Ints) -> None:
+        self._window = _widened(self._window, int((last - first).max()))
+        changed = (first != self._window_first) | (last != self._window_end)
+        for row in np.flatnonzero(changed).tolist():
+            table = self._tables[row]
+            skip, count = int(first[row]) - table.window_first, int(last[row] - first[row])
+            self._window[row, :count] = table.window[skip : skip + count]
+            self._window[row, count:] = UNUSED
+        self._window_first, self._window_end = first, last
+
+
+def _widened(rows: Ints, width: int) -> Ints:
+    """`rows`, or a copy at least twice as wide with unused entries behind, when they are narrower than `width`."""
+    if width <= rows.shape[1]:
+        return rows
+    wide: NDArray[Any] = np.full((len(rows), max(width, 2 * rows.shape[1])), UNUSED, np.int32)
+    wide[:, : rows.shape[1]] = rows
+    return wide

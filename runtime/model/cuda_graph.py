@@ -1,7 +1,9 @@
 """Decode steps as CUDA graphs: forward pass and drawing of tokens, one graph a shape, replayed from static buffers.
 
 Invariant: a graph's shape is (padded batch, padded width of the block table); padding changes no real row, and a replay
-gives what the same step run eagerly gives. On a CPU the same steps run without capture. Must not know requests.
+gives what the same step run eagerly gives. Two steps may be under way: the second takes tokens of the first on the
+device, and the host waits for an event behind the one whose tokens it wants, never for the stream. On a CPU the same
+steps run without capture. Must not know requests.
 """
 
 from __future__ import annotations
@@ -10,11 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.draw import draw_tokens
-from gptoss_trt.runtime.model.step_buffers import StepBuffers
+from gptoss_trt.runtime.model.draw import Draws, draw_tokens
+from gptoss_trt.runtime.model.step_buffers import HOST_SETS, StepBuffers, StepShape
 
 Forward = Callable[[StepBatch], torch.Tensor]
 
@@ -46,57 +49,119 @@ def is_decode(batch: StepBatch) -> bool:
     return (
         0 < sequences <= MAX_ROWS
         and len(batch.token_ids) == len(batch.logits_rows) == sequences
-        and bool((batch.query_start.diff() == 1).all())
+        and bool((np.diff(batch.query_start.numpy()) == 1).all())
     )
+
+
+class Launched:
+    """Tokens of a step that runs, on their way to `host` (int32, pinned on a GPU); `event` lies behind them."""
+
+    def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None) -> None:
+        self._host = host
+        self._event = event
+
+    def tokens(self) -> list[int]:
+        """Waits for the step; a token for each row of logits, NOT_FINITE as draw_tokens. Raises RuntimeError ("CUDA
+        error ...") when the device broke. To be called once, before the second launch behind this one."""
+        if self._event is not None:
+            self._event.synchronize()
+        tokens: list[int] = self._host.numpy().tolist()
+        return tokens
+
+
+@dataclass
+class _Landing:
+    """Where the tokens of every other step arrive, and the event behind the last use of this and its host buffers."""
+
+    host: torch.Tensor
+    event: torch.cuda.Event | None
+
+    def await_free(self) -> None:
+        if self.event is not None:
+            self.event.synchronize()
+
+    def mark(self) -> None:
+        if self.event is not None:
+            self.event.record()
 
 
 @dataclass
 class _Graph:
-    """One shape: whether it ends with tokens, its buffers, the captured work (None on a CPU), its output and a pinned
-    place for the tokens."""
+    """One shape: whether it ends with tokens, its views of the buffers, the captured work (None on a CPU), its
+    output."""
 
     draws: bool
-    buffers: StepBuffers
+    shape: StepShape
     work: torch.cuda.CUDAGraph | None
     output: torch.Tensor
-    host: torch.Tensor
 
 
 class DecodeGraphs:
     """Runs decode steps of `forward`, a function of device batches whose logits are fp32 [R, vocabulary].
 
-    `window_width`: window blocks that one decoding sequence holds at most.
+    `full_width` and `window_width`: blocks of either pool that one decoding sequence holds at most.
     """
 
-    def __init__(self, forward: Forward, vocabulary: int, window_width: int, device: torch.device) -> None:
+    def __init__(
+        self, forward: Forward, vocabulary: int, full_width: int, window_width: int, device: torch.device
+    ) -> None:
         self._forward = forward
         self._vocabulary = vocabulary
-        self._window_width = window_width
         self._device = device
+        self._on_gpu = device.type == "cuda"
+        self._buffers = StepBuffers(MAX_ROWS, padded_width(full_width), window_width, device)
+        self._landings = [self._landing() for _ in range(HOST_SETS)]
+        self._turn = 0
         self._graphs: dict[tuple[bool, int, int], _Graph] = {}
         self._last: _Graph | None = None
         self._logits: torch.Tensor | None = None  # where graphs that end with logits put them
         self._pool: Any = None  # one memory pool for all graphs: none runs beside another
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream(device) if self._on_gpu else None  # type: ignore[no-untyped-call]
 
     def __len__(self) -> int:
         return len(self._graphs)
 
     @torch.inference_mode()
+    def launch(self, batch: StepBatch, draws: Draws) -> Launched:
+        """Starts a decode step whose batch lies in host memory; it ends with the next token of each sequence."""
+        graph = self._run(True, batch, draws)
+        return self._land(graph.output[: len(batch.context_lens)])
+
+    @torch.inference_mode()
+    def draw(self, logits: torch.Tensor, draws: Draws) -> Launched:
+        """Ends a step that ran without a graph: draws from its logits, fp32 [R, vocabulary] on the device."""
+        self._next_landing()
+        if not len(logits):
+            return self._land(self._buffers.drawn[:0])
+        temperature, share = (self.to_device(torch.from_numpy(part)) for part in (draws.temperature, draws.share))
+        tokens = draw_tokens(logits, temperature, share)
+        torch.clamp(tokens, min=0, out=self._buffers.drawn[: len(logits)])
+        return self._land(tokens)
+
+    @torch.inference_mode()
+    def feed(self, token_ids: torch.Tensor, source: np.ndarray[Any, np.dtype[np.int32]]) -> None:
+        """Puts tokens that the step before drew into `token_ids` [T] on the device (see Draws.source)."""
+        places = np.flatnonzero(source >= 0)
+        if len(places):
+            where, rows = (self.to_device(torch.from_numpy(part)) for part in (places, source[places]))
+            token_ids.index_copy_(0, where, self._buffers.drawn.index_select(0, rows))
+
+    def to_device(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor in host memory on the device; the host does not wait for it."""
+        return values.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else values.clone()
+
     def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
         """The next token of each sequence of a decode batch in host memory, as draw_tokens chooses it."""
-        graph = self._run(True, batch, temperature, share)
-        graph.host.copy_(graph.output, non_blocking=True)
-        self._wait()
-        return graph.host[: len(batch.context_lens)].tolist()
+        draws = Draws(np.array(temperature, np.float32), np.array(share, np.float32))
+        return self.launch(batch, draws).tokens()
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch) -> torch.Tensor:
         """Logits fp32 [R, vocabulary] of a decode batch in host memory; the next call overwrites them."""
-        zeros = [0.0] * len(batch.context_lens)
-        graph = self._run(False, batch, zeros, zeros)
-        self._wait()  # the host's buffers are free for the next step
-        return graph.output[: len(batch.context_lens)]
+        rows = len(batch.context_lens)
+        graph = self._run(False, batch, Draws.greedy(rows))
+        self._landings[self._turn].mark()
+        return graph.output[:rows]
 
     @torch.inference_mode()
     def prepare(self, rows: int, blocks: int, *, draws: bool = True) -> None:
@@ -106,9 +171,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run_again(self) -> torch.Tensor:
         """The last step once more, eagerly, with the inputs that still are in its buffers: tokens int32 [padded R] or
-        logits [padded R, vocabulary], as that step gave. For measuring and comparing."""
+        logits [padded R, vocabulary], as that step gave when its tokens came from the host. For measuring and
+        comparing."""
         graph = self._last_graph()
-        return self._step(graph.draws, graph.buffers)
+        return self._step(graph.draws, graph.shape)
 
     @property
     def last_work(self) -> torch.cuda.CUDAGraph | None:
@@ -120,12 +186,13 @@ class DecodeGraphs:
             raise RuntimeError("no decode step has run yet")
         return self._last
 
-    def _run(self, draws: bool, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> _Graph:
+    def _run(self, ends_with_tokens: bool, batch: StepBatch, draws: Draws) -> _Graph:
         rows, width = padded_rows(len(batch.context_lens)), padded_width(batch.full_blocks.shape[1])
-        graph = self._graph(draws, rows, width)
-        graph.buffers.fill(batch, temperature, share)
+        graph = self._graph(ends_with_tokens, rows, width)
+        self._next_landing()
+        graph.shape.fill(batch, draws, self._turn)
         if graph.work is None:
-            graph.output = self._step(draws, graph.buffers)
+            graph.output = self._step(ends_with_tokens, graph.shape)
         else:
             graph.work.replay()
         self._last = graph
@@ -134,36 +201,54 @@ class DecodeGraphs:
     def _graph(self, draws: bool, rows: int, width: int) -> _Graph:
         key = (draws, rows, width)
         if key not in self._graphs:
-            buffers = StepBuffers(rows, width, self._window_width, self._device)
+            shape = self._buffers.shape(rows, width)
             if not draws and self._logits is None:
                 self._logits = torch.empty((MAX_ROWS, self._vocabulary), dtype=torch.float32, device=self._device)
-            pinned = self._device.type == "cuda"
-            host = torch.empty(rows, dtype=torch.int32, pin_memory=pinned)
-            work, output = self._capture(draws, buffers)
-            self._graphs[key] = _Graph(draws, buffers, work, output, host)
+            self._graphs[key] = _Graph(draws, shape, *self._capture(draws, shape))
         return self._graphs[key]
 
-    def _step(self, draws: bool, buffers: StepBuffers) -> torch.Tensor:
-        logits = self._forward(buffers.batch)
+    def _step(self, draws: bool, shape: StepShape) -> torch.Tensor:
+        shape.feed()
+        logits = self._forward(shape.batch)
         if draws:
-            return draw_tokens(logits, buffers.temperature, buffers.share)
+            tokens = draw_tokens(logits, shape.temperature, shape.share)
+            torch.clamp(tokens, min=0, out=self._buffers.drawn[: shape.rows])
+            return tokens
         assert self._logits is not None
-        return self._logits[: buffers.rows].copy_(logits)
+        return self._logits[: shape.rows].copy_(logits)
 
-    def _capture(self, draws: bool, buffers: StepBuffers) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
+    def _capture(self, draws: bool, shape: StepShape) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
         if self._stream is None:
             return None, torch.empty(0)
+        torch.cuda.current_stream(self._device).synchronize()  # a step under way reads the buffers
+        drawn = self._buffers.drawn.clone()
+        shape.clear()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
-                self._step(draws, buffers)  # all rows are padding: nothing is written to the cache
+                self._step(draws, shape)  # all rows are padding: nothing is written to the cache
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = self._step(draws, buffers)
+            output = self._step(draws, shape)
         self._pool = graph.pool()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        self._buffers.drawn.copy_(drawn)  # a step may follow that takes its tokens there
         return graph, output
 
-    def _wait(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.current_stream(self._device).synchronize()
+    # -- what goes to the host ----------------------------------------------------------------------------------------
+
+    def _landing(self) -> _Landing:
+        event = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
+        return _Landing(torch.empty(MAX_ROWS, dtype=torch.int32, pin_memory=self._on_gpu), event)
+
+    def _next_landing(self) -> None:
+        """Takes the other set of host buffers, once the step before the last has left it."""
+        self._turn = (self._turn + 1) % HOST_SETS
+        self._landings[self._turn].await_free()
+
+    def _land(self, tokens: torch.Tensor) -> Launched:
+        landing = self._landings[self._turn]
+        host = landing.host[: len(tokens)]
+        host.copy_(tokens, non_blocking=True)
+        landing.mark()
+        return Launched(host, landing.event)

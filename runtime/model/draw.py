@@ -6,10 +6,32 @@ its own logits, temperature and share only. Must not know requests or seeds: the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 DRAW_BLOCK = 256
 NOT_FINITE = -1
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How the tokens of a step are drawn, in host memory: temperature and share fp32 [R] as draw_tokens takes them.
+
+    `source` int32 [T] says which of the step's own tokens the step launched before it drew: the row of its draws, or
+    -1 for a token that batch.token_ids holds; None: all are there.
+    """
+
+    temperature: NDArray[np.float32]
+    share: NDArray[np.float32]
+    source: NDArray[np.int32] | None = None
+
+    @classmethod
+    def greedy(cls, rows: int) -> Draws:
+        zeros = np.zeros(rows, np.float32)
+        return cls(zeros, zeros)
 
 
 def draw_tokens(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,10 @@ import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, graph_sizes, is_decode
+from gptoss_trt.runtime.model.cuda_graph import MAX_ROWS, DecodeGraphs, Launched, graph_sizes, is_decode
+from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.model import GptOssModel
+from gptoss_trt.runtime.model.step_buffers import ALIGNMENT
 
 
 class GraphedModel:
@@ -31,10 +33,13 @@ class GraphedModel:
         return self.model.kv_block_bytes(block_tokens)
 
     def allocate_kv(self, full_blocks: int, window_blocks: int, block_tokens: int) -> None:
+        if self.model.device.type == "cuda":
+            torch.cuda.synchronize(self.model.device)  # a step may be under way that nobody waits for
         self.graphs = None  # they read the old pools
         self.model.allocate_kv(full_blocks, window_blocks, block_tokens)
-        widest = -(-(self.config.sliding_window - 1) // block_tokens) + 1
-        self.graphs = DecodeGraphs(self.model.forward, self.config.vocab_size, widest, self.model.device)
+        full = min(full_blocks, -(-self.config.max_context // block_tokens))
+        window = -(-(self.config.sliding_window - 1) // block_tokens) + 1
+        self.graphs = DecodeGraphs(self.model.forward, self.config.vocab_size, full, window, self.model.device)
 
     def warm(self, most: int) -> int:
         """Makes the graphs of every batch size up to `most` sequences of MIN_WIDTH blocks each, so that no request of
@@ -49,13 +54,51 @@ class GraphedModel:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
         if self.graphs is not None and is_decode(batch):
             return self.graphs.logits(batch)
-        device = self.model.device
-        moved = {field.name: getattr(batch, field.name).to(device, non_blocking=True) for field in fields(StepBatch)}
-        return self.model.forward(StepBatch(**moved))
+        return self.model.forward(self._moved(batch))
+
+    @property
+    def most_draws(self) -> int:
+        """Tokens that one launched step may draw."""
+        return MAX_ROWS
+
+    @torch.inference_mode()
+    def launch(self, batch: StepBatch, draws: Draws) -> Launched:
+        """Starts a step whose batch lies in host memory; it ends with a token for each row of its logits, at most
+        `most_draws` (see draw_tokens; -1: the logits are not finite). Tokens may come from the step launched before
+        it."""
+        graphs = self._made()
+        if is_decode(batch):
+            return graphs.launch(batch, draws)
+        moved = self._moved(batch)
+        if draws.source is not None:
+            graphs.feed(moved.token_ids, draws.source)
+        return graphs.draw(self.model.forward(moved), draws)
+
+    @torch.inference_mode()
+    def launch_with(self, logits: torch.Tensor, draws: Draws) -> Launched:
+        """The end of a launched step whose logits, fp32 [R, vocabulary] on the model's device, come from elsewhere."""
+        return self._made().draw(logits, draws)
 
     def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
         """The next tokens of a decode batch in host memory (see draw_tokens; -1: its logits are not finite)."""
         return self._made().decode(batch, temperature, share)
+
+    def _moved(self, batch: StepBatch) -> StepBatch:
+        """The batch on the model's device, by one copy that the host does not wait for."""
+        if self.model.device.type == "cpu":
+            return batch
+        parts = [getattr(batch, field.name) for field in fields(StepBatch)]
+        firsts, end = [], 0
+        for part in parts:
+            firsts.append(end)
+            end += -(-part.numel() // ALIGNMENT) * ALIGNMENT
+        packed = torch.empty(end, dtype=torch.int32, pin_memory=True)
+        for first, part in zip(firsts, parts, strict=True):
+            packed[first : first + part.numel()] = part.reshape(-1)
+        there = packed.to(self.model.device, non_blocking=True)
+        return StepBatch(
+            *(there[first : first + part.numel()].view(part.shape) for first, part in zip(firsts, parts, strict=True))
+        )
 
     def _made(self) -> DecodeGraphs:
         if self.graphs is None:

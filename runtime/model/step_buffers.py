@@ -1,76 +1,140 @@
-"""What a decode step of a fixed shape reads: one block of device memory, filled from the host by one copy.
+"""What decode steps read: one block of device memory for every shape of step, filled from the host by one copy.
 
-Invariant: the tensors of `batch`, `temperature` and `share` never move, so a captured graph may read them; rows behind
-the real ones are padding as ops/schemas.py says (no block, context 0, not counted). Must not know how a step runs.
+Invariant: the tensors of a shape never move, so a captured graph may read them; rows behind the real ones are padding
+as ops/schemas.py says (no block, context 0, not counted). The tokens that the last step drew lie in front of those that
+come from the host, and each row says by an index which of both it takes. There are two blocks of host memory, so that
+a step's inputs may be written while those of the step before are still on their way. Must not know how a step runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gptoss_trt.runtime.model.batch import StepBatch
+from gptoss_trt.runtime.model.draw import Draws
 
 ALIGNMENT = 32  # int32 words: 128 bytes
+HOST_SETS = 2
+_FLOATS = ("temperature", "share")
+_VECTORS = ("token_ids", "source", "positions", "context_lens", "window_first_block", *_FLOATS)
 
 
 class StepBuffers:
-    """A decode batch of `rows` sequences, tables of `full_width` and `window_width` blocks, with what draws tokens."""
+    """Memory for steps of at most `rows` sequences and tables of `full_width` and `window_width` blocks."""
 
     def __init__(self, rows: int, full_width: int, window_width: int, device: torch.device) -> None:
-        shapes = {
-            "token_ids": (rows,),
-            "positions": (rows,),
-            "query_start": (rows + 1,),
-            "context_lens": (rows,),
-            "window_first_block": (rows,),
-            "logits_rows": (rows,),
-            "full_blocks": (rows, full_width),
-            "window_blocks": (rows, window_width),
-            "temperature": (rows,),
-            "share": (rows,),
-        }
-        sizes = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
-        total = sum(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes.values())
         self.rows = rows
-        self._host = torch.zeros(total, dtype=torch.int32, pin_memory=device.type == "cuda")
-        self._device = torch.zeros(total, dtype=torch.int32, device=device)
-        self._fields: dict[str, torch.Tensor] = {}
-        there: dict[str, torch.Tensor] = {}
-        first = 0
-        for name, shape in shapes.items():
-            part = slice(first, first + sizes[name])
-            self._fields[name], there[name] = self._host[part].view(shape), self._device[part].view(shape)
-            first += -(-sizes[name] // ALIGNMENT) * ALIGNMENT
-        for name in ("temperature", "share"):
-            self._fields[name] = self._fields[name].view(torch.float32)
-        self.temperature, self.share = (there.pop(name).view(torch.float32) for name in ("temperature", "share"))
-        self.batch = StepBatch(**there)
-        self._fields["logits_rows"].copy_(torch.arange(rows))
-        self.clear()
+        self.full_width = full_width
+        self.window_width = window_width
+        total = rows + sum(_aligned(size) for size in _sizes(rows, full_width, window_width).values())
+        self.memory = torch.zeros(total, dtype=torch.int32, device=device)
+        self.drawn = self.memory[:rows]  # of the step before, never negative
+        self.fed = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.order = torch.arange(rows, dtype=torch.int32, device=device)
+        pinned = device.type == "cuda"
+        self.host = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_SETS)]
+
+    def shape(self, rows: int, full_width: int) -> StepShape:
+        """The views of steps of `rows` sequences whose full tables have `full_width` blocks.
+
+        Raises ValueError for more than there is memory for.
+        """
+        if rows > self.rows or full_width > self.full_width:
+            raise ValueError(
+                f"a step of {rows} sequences of {full_width} blocks; there is memory for {self.rows} of "
+                f"{self.full_width}"
+            )
+        return StepShape(self, rows, full_width)
+
+
+class StepShape:
+    """A decode batch of `rows` sequences in the memory of `buffers`, with what draws tokens."""
+
+    def __init__(self, buffers: StepBuffers, rows: int, full_width: int) -> None:
+        self.rows = rows
+        self._buffers = buffers
+        sizes = _sizes(rows, full_width, buffers.window_width)
+        places: dict[str, slice] = {}
+        end = buffers.rows
+        for name, size in sizes.items():
+            places[name] = slice(end, end + size)
+            end += _aligned(size)
+        used = slice(buffers.rows, end)
+        tables = {"full_blocks": (rows, full_width), "window_blocks": (rows, buffers.window_width)}
+        there = {name: buffers.memory[place].view(tables.get(name, (-1,))) for name, place in places.items()}
+        self.temperature, self.share = (there[name].view(torch.float32) for name in _FLOATS)
+        self._copies = [(buffers.memory[used], host[used]) for host in buffers.host]
+        self._host = [
+            {name: _numpy(host[place], name, tables.get(name)) for name, place in places.items()}
+            for host in buffers.host
+        ]
+        self._choices = buffers.memory[: places["token_ids"].stop]
+        self._source = there["source"]
+        self._own = np.arange(buffers.rows, buffers.rows + rows, dtype=np.int32)
+        self._starts = np.arange(rows + 1, dtype=np.int32)
+        self.batch = StepBatch(
+            token_ids=buffers.fed[:rows],
+            positions=there["positions"],
+            query_start=there["query_start"],
+            context_lens=there["context_lens"],
+            full_blocks=there["full_blocks"],
+            window_blocks=there["window_blocks"],
+            window_first_block=there["window_first_block"],
+            logits_rows=buffers.order[:rows],
+        )
 
     def clear(self) -> None:
         """All rows become padding, on the device too."""
         empty = torch.empty(0, dtype=torch.int32)
         table = torch.empty((0, 0), dtype=torch.int32)
-        self.fill(StepBatch(empty, empty, torch.zeros(1, dtype=torch.int32), empty, table, table, empty, empty), (), ())
+        none = StepBatch(empty, empty, torch.zeros(1, dtype=torch.int32), empty, table, table, empty, empty)
+        self.fill(none, Draws.greedy(0), 0)
 
-    def fill(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> None:
-        """Copies a decode batch in host memory, at most `rows` sequences of one token each, and starts its way to the
-        device. The copy before must have arrived (the step that read it has ended)."""
+    def fill(self, batch: StepBatch, draws: Draws, chosen: int) -> None:
+        """Copies a decode batch in host memory, at most `rows` sequences of one token each, into host block `chosen`
+        and starts its way to the device. The copy before from this block must have arrived."""
         real = len(batch.context_lens)
+        fields = self._host[chosen]
         for name in ("token_ids", "positions", "context_lens", "window_first_block"):
-            field = self._fields[name]
-            field[:real] = getattr(batch, name)
-            field[real:] = 0
-        torch.arange(self.rows + 1, out=self._fields["query_start"])
-        self._fields["query_start"].clamp_(max=real)
+            _fill(fields[name], getattr(batch, name).numpy(), real)
+        _fill(fields["temperature"], draws.temperature, real)
+        _fill(fields["share"], draws.share, real)
+        source = fields["source"]
+        source[:] = self._own
+        if draws.source is not None:
+            np.copyto(source[:real], draws.source, where=draws.source >= 0)
+        np.minimum(self._starts, real, out=fields["query_start"])
         for name in ("full_blocks", "window_blocks"):
-            table, field = getattr(batch, name), self._fields[name]
-            field.fill_(-1)
+            table, field = getattr(batch, name).numpy(), fields[name]
             field[:real, : table.shape[1]] = table
-        for name, values in (("temperature", temperature), ("share", share)):
-            self._fields[name][:real] = torch.tensor(values, dtype=torch.float32)
-            self._fields[name][real:] = 0
-        self._device.copy_(self._host, non_blocking=True)
+            field[:real, table.shape[1] :] = -1
+            field[real:] = -1
+        there, here = self._copies[chosen]
+        there.copy_(here, non_blocking=True)
+
+    def feed(self) -> None:
+        """On the device: the tokens of batch.token_ids, each from the step before or from the host."""
+        torch.index_select(self._choices, 0, self._source, out=self.batch.token_ids)
+
+
+def _sizes(rows: int, full_width: int, window_width: int) -> dict[str, int]:
+    vectors = dict.fromkeys(_VECTORS, rows)
+    return vectors | {"query_start": rows + 1, "window_blocks": rows * window_width, "full_blocks": rows * full_width}
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def _numpy(part: torch.Tensor, name: str, table: tuple[int, int] | None) -> NDArray[np.generic]:
+    values = part.numpy()
+    if name in _FLOATS:
+        return values.view(np.float32)
+    return values if table is None else values.reshape(table)
+
+
+def _fill(field: NDArray[np.generic], values: NDArray[np.generic], real: int) -> None:
+    field[:real] = values
+    field[real:] = 0

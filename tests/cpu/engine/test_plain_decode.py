@@ -3,33 +3,17 @@ way."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
-
 import pytest
 import torch
 
 from gptoss_trt.runtime.engine.messages import Sampling, Submit
-from gptoss_trt.runtime.engine.plain_decode import decode_plain, is_plain
+from gptoss_trt.runtime.engine.plain_decode import draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler
 from gptoss_trt.runtime.engine.scheduler import Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
-from gptoss_trt.runtime.engine.steps import assemble
-from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import draw_tokens
 
 VOCABULARY = 3000
-
-
-class Drawing:
-    """Draws from given logits."""
-
-    def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
-
-    def decode(self, batch: StepBatch, temperature: Items[float], share: Items[float]) -> list[int]:
-        assert len(batch.context_lens) == len(self.logits)
-        tokens: list[int] = draw_tokens(self.logits, torch.tensor(temperature), torch.tensor(share)).tolist()
-        return tokens
 
 
 def work(sampling: Sampling | None = None, *, seed: int = 5, output: int = 3, **changes: object) -> Work:
@@ -44,10 +28,32 @@ def test_tokens_are_the_samplers() -> None:
     works = [work(Sampling(temperature=t), seed=s) for s in range(8) for t in (0.0, 0.3, 1.0, 1.7)]
     logits = torch.randn(len(works), VOCABULARY, generator=torch.Generator().manual_seed(1)) * 3
     logits[4] = float("nan")
-    got = decode_plain(Drawing(logits), assemble(works, 4, "cpu"), works)
+    draws, sequences = draws_of(works, None)
+    assert sequences == [w.sequence for w in works]
+    tokens = draw_tokens(logits, torch.from_numpy(draws.temperature), torch.from_numpy(draws.share)).tolist()
+    got = outcomes_of(works, tokens)
     want = Sampler().sample(logits.clone(), [w.sequence for w in works])
     assert got[4].failure == want[4].failure == NOT_FINITE
     assert [o.token for i, o in enumerate(got) if i != 4] == [o.token for i, o in enumerate(want) if i != 4]
+
+
+def test_an_awaited_token_counts_as_output() -> None:
+    """A step ahead draws with the random number of its own position, not of the one that is awaited."""
+    behind = work(Sampling(temperature=1.0), output=4)
+    ahead = work(Sampling(temperature=1.0), output=3)
+    ahead.start, ahead.sequence.awaited = behind.start, 1
+    assert ahead.samples
+    want, got = (draws_of([one], None)[0].share for one in (behind, ahead))
+    assert want == got
+
+
+def test_works_that_sample_nothing_draw_nothing() -> None:
+    chunk = Work(work().sequence, 0, 3, 0)
+    works = [work(), chunk, work()]
+    assert is_drawn(works, 2) and not is_drawn(works, 1)
+    draws, sequences = draws_of(works, None)
+    assert len(draws.temperature) == len(sequences) == 2
+    assert [outcome.token for outcome in outcomes_of(works, [5, 6])] == [5, None, 6]
 
 
 @pytest.mark.parametrize(
@@ -58,10 +64,12 @@ def test_tokens_are_the_samplers() -> None:
         work(Sampling(top_k=1)),
         work(stop_ids=(7,), min_tokens=2),
         work(min_tokens=40),
+        work(Sampling(temperature=0.0, top_k=7)),
+        Work(work().sequence, 0, 6, 1),
     ],
 )
 def test_plain_steps(plain: Work) -> None:
-    assert is_plain([plain, work()])
+    assert is_drawn([plain, work()], 256)
 
 
 @pytest.mark.parametrize(
@@ -77,9 +85,9 @@ def test_plain_steps(plain: Work) -> None:
         work(bad_sequences=((4,),)),
         work(logprobs=0),
         work(stop_ids=(7,), min_tokens=40),
-        Work(work().sequence, 1, 2, 1),
-        Work(work().sequence, 0, 1, 0),
+        Work(work().sequence, 1, 2, 2),
+        Work(work(prompt_logprobs=0).sequence, 5, 1, 1),
     ],
 )
 def test_steps_that_want_more(other: Work) -> None:
-    assert not is_plain([work(), other])
+    assert not is_drawn([work(), other], 256)

@@ -3,6 +3,8 @@ right.
 
 The simulator keeps, for every cell of both pools, which prefix was written there, and checks that each query of each
 step would read exactly its own prefix: that is what makes prefix reuse, windows, pauses and shared prompts correct.
+Running ahead, a step is computed when it is launched, with the tokens that the step before drew, and while it is under
+way the blocks that it reads and writes must stay held, and those that it writes must be its sequence's own.
 Longer runs: `python tests/cpu/engine/test_scheduler_simulator.py --steps 1000000 --seed 7`.
 """
 
@@ -11,7 +13,7 @@ from __future__ import annotations
 import argparse
 import random
 from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -45,6 +47,8 @@ class Shape:
     arrivals: float = 0.25  # requests a step
     cancels: float = 0.02
     failures: float = 0.002
+    ahead: bool = False  # run ahead
+    refused: float = 0.05  # share of the steps ahead that are withdrawn
 
 
 SHAPES = {
@@ -57,6 +61,16 @@ SHAPES = {
     "window inside a block": Shape(block_tokens=16, window=5, full_blocks=10, window_blocks=20),
     "flooded": Shape(arrivals=1.5, cancels=0.2),
 }
+
+
+@dataclass
+class Flight:
+    """A step that was computed and not committed: its outcomes, and the blocks that it reads and writes."""
+
+    plan: StepPlan
+    outcomes: dict[Sequence, Outcome] = field(default_factory=dict)
+    reads: tuple[set[int], set[int]] = field(default_factory=lambda: (set(), set()))
+    writes: tuple[Counter[int], Counter[int]] = field(default_factory=lambda: (Counter(), Counter()))
 
 
 class Simulator:
@@ -79,6 +93,7 @@ class Simulator:
         self.full_cells: dict[tuple[int, int], int] = {}
         self.window_cells: dict[tuple[int, int], int] = {}
         self.prefixes: dict[Sequence, list[int]] = {}
+        self.flight: Flight | None = None
         self.longest_wait = 0
         self.seen: Counter[str] = Counter()
 
@@ -120,24 +135,62 @@ class Simulator:
     def step(self) -> None:
         if self.random.random() < self.shape.cancels and self.scheduler.requests:
             self.scheduler.cancel(self.random.choice(list(self.scheduler.requests)))
-        plan = self.scheduler.plan(self.now_ns)
-        self.check_plan(plan)
-        outcomes = [self.compute(work) for work in plan.work]
+        if self.flight is None:
+            self.flight = self.launch(self.scheduler.plan(self.now_ns))
+        flight, self.flight = self.flight, self.launch_ahead() if self.shape.ahead else None
         self.now_ns += STEP_NS
-        if plan.work:
-            self.scheduler.commit(plan, outcomes, self.now_ns)
+        if flight.plan.work:
+            self.check_flight(flight)
+            self.scheduler.commit(flight.plan, [flight.outcomes[w.sequence] for w in flight.plan.work], self.now_ns)
         events = self.scheduler.take_events()
-        assert plan.work or events or not self.scheduler.has_work, "a step without progress"
+        assert flight.plan.work or events or not self.scheduler.has_work, "a step without progress"
         for key, event in events:
             self.take(key, event)
         self.check_blocks()
+
+    def launch(self, plan: StepPlan) -> Flight:
+        self.check_plan(plan)
+        flight = Flight(plan)
+        for work in plan.work:
+            flight.outcomes[work.sequence] = self.compute(work)
+            table, size = work.sequence.table, self.shape.block_tokens
+            end = -(-(work.start + work.count) // size)
+            seen = self.cache.first_visible_block(work.start) - table.window_first
+            flight.reads[0].update(table.full[:end])
+            flight.reads[1].update(table.window[seen : end - table.window_first])
+            first = work.start // size
+            flight.writes[0].update(table.full[first:end])
+            flight.writes[1].update(table.window[first - table.window_first : end - table.window_first])
+        return flight
+
+    def launch_ahead(self) -> Flight | None:
+        """The step behind the one under way; now and then it is withdrawn, as the engine does when it cannot run it."""
+        plan = self.scheduler.plan_ahead(self.now_ns)
+        if plan is None or not plan.work:
+            self.seen["given up"] += plan is None
+            return None
+        if self.random.random() < self.shape.refused:
+            self.scheduler.withdraw(plan)
+            self.seen["withdrawn"] += 1
+            return None
+        self.seen["ahead"] += 1
+        return self.launch(plan)
+
+    def check_flight(self, flight: Flight) -> None:
+        """Its blocks are held, and nobody else holds those that it writes."""
+        for pool, reads, writes in zip((self.cache.full, self.cache.window), flight.reads, flight.writes, strict=True):
+            held = pool.held_counts()
+            assert reads <= set(held), "a block under way is free"
+            assert all(held[block] == count == 1 for block, count in writes.items()), "a written block is shared"
 
     def check_plan(self, plan: StepPlan) -> None:
         assert plan.tokens <= self.shape.step_tokens
         sequences = [work.sequence for work in plan.work]
         assert len(set(sequences)) == len(sequences) <= self.shape.max_batch
         for work in plan.work:
-            assert work.count > 0 and work.start == work.sequence.computed
+            before = work.sequence.planned - work.count  # in the step under way
+            assert work.count > 0 and work.start == work.sequence.computed + before
+            assert not before or self.flight is not None
             assert work.sequence in self.scheduler.running
 
     def compute(self, work: Work) -> Outcome:
@@ -148,7 +201,7 @@ class Simulator:
         """
         sequence = work.sequence
         prefixes = self.prefixes.setdefault(sequence, [])
-        for token in sequence.tokens[len(prefixes) :]:
+        for token in self.tokens_of(work)[len(prefixes) :]:
             prefixes.append(hash((prefixes[-1] if prefixes else len(sequence.request.submit.cache_salt), token)))
         end = work.start + work.count
         poisoned = self.random.random() < self.shape.failures
@@ -161,6 +214,16 @@ class Simulator:
             self.seen["poisoned"] += 1
             return Outcome(failure="planned")
         return self.answer(work, prefixes)
+
+    def tokens_of(self, work: Work) -> list[int]:
+        """The sequence's tokens with the one that the step under way drew; any for one that failed there."""
+        sequence = work.sequence
+        if work.start < len(sequence.tokens):
+            return sequence.tokens
+        assert self.flight is not None and work.start == len(sequence.tokens)
+        drawn = self.flight.outcomes[sequence].token
+        self.seen["awaited"] += 1
+        return [*sequence.tokens, 0 if drawn is None else drawn]
 
     def cells(self, sequence: Sequence, position: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The cells of both pools for a position that a windowed layer still sees."""
@@ -226,36 +289,42 @@ class Simulator:
     def check_blocks(self) -> None:
         self.cache.full.check()
         self.cache.window.check()
-        running = self.scheduler.running
+        running = (*self.scheduler.running, *self.scheduler.leaving)
         full = Counter(block for sequence in running for block in sequence.table.full)
         window = Counter(block for sequence in running for block in sequence.table.window)
         assert self.cache.full.held_counts() == full, "blocks of the full pool leak"
         assert self.cache.window.held_counts() == window, "blocks of the window pool leak"
-        most = self.cache.least_window_blocks + -(-self.shape.step_tokens // self.shape.block_tokens)
+        chunk = self.shape.step_tokens * (2 if self.shape.ahead else 1)
+        most = self.cache.least_window_blocks + -(-chunk // self.shape.block_tokens) + self.shape.ahead
         assert all(len(sequence.table.window) <= most for sequence in running)
         assert self.scheduler.waiting.requests <= self.shape.max_queue + self.shape.max_batch
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_random_loads_keep_every_invariant(name: str) -> None:
-    simulator = Simulator(SHAPES[name], seed=20_251)
+def test_random_loads_keep_every_invariant(name: str, ahead: bool) -> None:
+    simulator = Simulator(replace(SHAPES[name], ahead=ahead), seed=20_251)
     simulator.run(2500)
+    assert not ahead or min(simulator.seen[what] for what in ("ahead", "withdrawn", "awaited")) > 20
     assert simulator.longest_wait < LONGEST_WAIT_STEPS
     assert simulator.seen["length"] and simulator.seen["stop"] and simulator.seen["cancelled"]
 
 
-def test_failed_steps_fail_their_requests_only() -> None:
-    simulator = Simulator(replace(SHAPES["usual"], failures=0.05), seed=5)
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
+def test_failed_steps_fail_their_requests_only(ahead: bool) -> None:
+    simulator = Simulator(replace(SHAPES["usual"], failures=0.05, ahead=ahead), seed=5)
     simulator.run(2500)
     assert simulator.seen["poisoned"] > 50 and simulator.seen["length"] > 50  # it spreads, but not to everybody
 
 
-def test_the_loads_reach_what_they_are_for() -> None:
-    tight = Simulator(SHAPES["tight full pool"], seed=1)
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
+def test_the_loads_reach_what_they_are_for(ahead: bool) -> None:
+    tight = Simulator(replace(SHAPES["tight full pool"], ahead=ahead), seed=1)
     tight.run(2000)
     assert tight.statistics.preemptions > 10
     assert tight.cache.full.reused > 100
-    flooded = Simulator(SHAPES["flooded"], seed=1)
+    assert not ahead or tight.seen["given up"] > 10
+    flooded = Simulator(replace(SHAPES["flooded"], ahead=ahead), seed=1)
     flooded.run(1000)
     assert flooded.seen["RESOURCE_EXHAUSTED"] > 50
     assert flooded.seen["DEADLINE_EXCEEDED"] > 5
@@ -267,6 +336,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     for number, (shape_name, shape) in enumerate(SHAPES.items()):
-        run = Simulator(shape, chosen.seed + number)
-        run.run(chosen.steps // len(SHAPES))
-        print(shape_name, dict(run.seen), f"preemptions {run.statistics.preemptions}, longest {run.longest_wait} steps")
+        for runs_ahead in (False, True):
+            run = Simulator(replace(shape, ahead=runs_ahead), chosen.seed + number)
+            run.run(chosen.steps // len(SHAPES) // 2)
+            found = f"preemptions {run.statistics.preemptions}, longest {run.longest_wait} steps"
+            print(shape_name, "ahead" if runs_ahead else "serial", dict(run.seen), found)

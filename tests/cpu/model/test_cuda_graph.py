@@ -7,12 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from gptoss_trt.runtime.model import GraphedModel, StepBatch, load_model
 from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, graph_sizes, is_decode, padded_rows, padded_width
-from gptoss_trt.runtime.model.draw import NOT_FINITE, columns, draw_tokens
+from gptoss_trt.runtime.model.draw import NOT_FINITE, Draws, columns, draw_tokens
 from gptoss_trt.runtime.model.step_buffers import StepBuffers
 
 CPU = torch.device("cpu")
@@ -123,18 +124,89 @@ def test_prompts_and_mixed_steps_run_without_a_graph(model: GraphedModel) -> Non
 
 
 def test_buffers_refuse_more_than_they_hold() -> None:
-    buffers = StepBuffers(2, 8, 3, CPU)
-    with pytest.raises(RuntimeError):
-        buffers.fill(decode_batch(3), [0.0] * 3, [0.0] * 3)
-    buffers.fill(decode_batch(1), [0.5], [0.25])
-    assert buffers.batch.query_start.tolist() == [0, 1, 1]
-    assert buffers.batch.context_lens.tolist() == [20, 0]
-    assert buffers.batch.full_blocks[1].tolist() == [-1] * 8
-    assert buffers.temperature.tolist() == [0.5, 0.0] and buffers.share.tolist() == [0.25, 0.0]
+    buffers = StepBuffers(4, 8, 3, CPU)
+    with pytest.raises(ValueError, match="5 sequences of 8 blocks; there is memory for 4 of 8"):
+        buffers.shape(5, 8)
+    with pytest.raises(ValueError, match="16 blocks"):
+        buffers.shape(1, 16)
+    with pytest.raises(ValueError):
+        buffers.shape(2, 8).fill(decode_batch(3), Draws.greedy(3), 0)
+
+
+def draws(temperature: list[float], share: list[float], source: list[int] | None = None) -> Draws:
+    return Draws(
+        np.array(temperature, np.float32),
+        np.array(share, np.float32),
+        None if source is None else np.array(source, np.int32),
+    )
+
+
+def test_rows_that_are_left_become_padding() -> None:
+    shape = StepBuffers(2, 8, 3, CPU).shape(2, 8)
+    shape.fill(decode_batch(2), draws([0.7, 0.7], [0.1, 0.1]), 0)
+    shape.fill(decode_batch(1), draws([0.5], [0.25]), 1)
+    assert shape.batch.query_start.tolist() == [0, 1, 1]
+    assert shape.batch.context_lens.tolist() == [20, 0]
+    assert shape.batch.full_blocks[0].tolist() == [0, 1] + [-1] * 6
+    assert shape.batch.full_blocks[1].tolist() == [-1] * 8
+    assert shape.temperature.tolist() == [0.5, 0.0] and shape.share.tolist() == [0.25, 0.0]
+
+
+def test_tokens_come_from_the_host_or_from_the_step_before() -> None:
+    buffers = StepBuffers(4, 8, 3, CPU)
+    buffers.drawn.copy_(ints([100, 101, 102, 103]))
+    shape = buffers.shape(4, 8)
+    shape.fill(decode_batch(3), draws([0.0] * 3, [0.0] * 3, [2, -1, 0]), 0)
+    shape.feed()
+    assert shape.batch.token_ids.tolist()[:3] == [102, 10, 100]
+
+
+def test_a_step_launched_ahead_gives_what_it_gives_in_series(model: GraphedModel) -> None:
+    """Rows change their places, one leaves, one comes from the host; then a mixed step behind a graph."""
+    first, second = decode_batch(3), decode_batch(3, context=21)
+    tokens = model.launch(first, draws([0.0, 1.0, 0.0], [0.0, 0.4, 0.0])).tokens()
+    order = [2, 0]
+    ids = [tokens[2], tokens[0], 9]
+    pick = lambda table: torch.cat((table[order], ints([[8, 9]])))  # noqa: E731
+    second.full_blocks, second.window_blocks = pick(second.full_blocks), pick(second.window_blocks)
+    second.token_ids = ints(ids)
+    chosen = draws([0.0, 0.0, 1.0], [0.0, 0.0, 0.5])
+    want = model.launch(second, chosen).tokens()
+    mixed = replace(
+        second, token_ids=ints([want[1], 4, 5, want[0]]), positions=ints([21, 21, 22, 21]),
+        query_start=ints([0, 1, 3, 4]), context_lens=ints([22, 23, 22]), logits_rows=ints([0, 2, 3]),
+        full_blocks=second.full_blocks[[1, 2, 0]], window_blocks=second.window_blocks[[1, 2, 0]],
+    )  # fmt: skip
+    last = model.launch(mixed, chosen).tokens()
+
+    launched = model.launch(first, draws([0.0, 1.0, 0.0], [0.0, 0.4, 0.0]))
+    second.token_ids = ints([0, 0, 9])
+    ahead = model.launch(second, replace(chosen, source=np.array([2, 0, -1], np.int32)))
+    assert launched.tokens() == tokens
+    mixed.token_ids = ints([0, 4, 5, 0])
+    further = model.launch(mixed, replace(chosen, source=np.array([1, -1, -1, 0], np.int32)))
+    assert ahead.tokens() == want
+    assert further.tokens() == last
+
+
+def test_a_row_that_is_not_finite_feeds_a_token_that_exists(model: GraphedModel) -> None:
+    batch = decode_batch(2)
+    _, v = model.model.kv(0)
+    kept = v[batch.full_blocks[1, 0]].clone()
+    v[batch.full_blocks[1, 0]] = float("nan")
+    first = model.launch(batch, draws([1.0, 0.0], [0.5, 0.0]))
+    second = model.launch(decode_batch(2, context=21), draws([0.0] * 2, [0.0] * 2, [0, 1]))
+    v[batch.full_blocks[1, 0]] = kept
+    assert first.tokens()[1] == second.tokens()[1] == NOT_FINITE and first.tokens()[0] >= 0
+
+
+def test_a_step_that_draws_nothing_has_no_tokens(model: GraphedModel) -> None:
+    batch = replace(decode_batch(2), logits_rows=ints([]))
+    assert model.launch(batch, Draws.greedy(0)).tokens() == []
 
 
 def test_a_step_before_any_is_an_error() -> None:
-    graphs = DecodeGraphs(lambda batch: torch.zeros(len(batch.token_ids), 10), 10, 3, CPU)
+    graphs = DecodeGraphs(lambda batch: torch.zeros(len(batch.token_ids), 10), 10, 32, 3, CPU)
     with pytest.raises(RuntimeError, match="no decode step"):
         graphs.run_again()
 
