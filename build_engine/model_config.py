@@ -117,7 +117,7 @@ def _hugging_face(reader: _Reader) -> dict[str, Any]:
         if key in raw and raw[key] not in allowed:
             raise reader.fail(key, raw[key], f"this build implements {allowed[0]!r} only")
     layers = reader.positive("num_hidden_layers")
-    kinds = raw.get("layer_types") or _alternating(layers)
+    kinds = _alternating(layers) if raw.get("layer_types") is None else raw["layer_types"]
     known = ("sliding_attention", "full_attention")
     if not isinstance(kinds, list | tuple) or len(kinds) != layers or any(kind not in known for kind in kinds):
         raise reader.fail("layer_types", kinds, f"expected {layers} of {', '.join(known)}")

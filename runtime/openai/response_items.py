@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import copy
 import uuid
+from abc import ABC, abstractmethod
 from typing import Any
 
 Json = dict[str, Any]
 
 
-class Item:
+class Item(ABC):
     """One output item: its growing text, and whether it is closed."""
 
     prefix = ""
@@ -28,24 +29,24 @@ class Item:
     def text(self) -> str:
         return "".join(self._texts)
 
+    @abstractmethod
     def object(self) -> Json:
         """The item as the response holds it."""
-        raise NotImplementedError
 
     def begin(self) -> list[Json]:
         return [{"type": "response.output_item.added", "item": self.object()}]
 
-    def push(self, text: str, logprobs: list[Json]) -> list[Json]:
-        raise NotImplementedError
+    @abstractmethod
+    def push(self, text: str, logprobs: list[Json]) -> list[Json]: ...
 
     def end(self, status: str) -> list[Json]:
         """Closes the item."""
         self.closed, self._status = True, status
         return [{"type": "response.output_item.done", "item": self.object()}]
 
+    @abstractmethod
     def add_to(self, turn: Json) -> None:
         """Puts what the item says into a chat message."""
-        raise NotImplementedError
 
 
 class _TextItem(Item):
@@ -53,8 +54,8 @@ class _TextItem(Item):
 
     event = ""  # the events' stem
 
-    def part(self) -> Json:
-        raise NotImplementedError
+    @abstractmethod
+    def part(self) -> Json: ...
 
     def begin(self) -> list[Json]:
         added = super().begin()

@@ -1,4 +1,4 @@
-"""Exact match of the demo's held-out samples through a built engine on the CPU, greedy, kind by kind.
+"""Exact match of the demo's held-out samples through a built engine, greedy, kind by kind.
 
 Run: python tests/perf/demo_eval.py --samples 200 [--kinds sum,reverse] [--engine DIR] [--json FILE]
 Without --engine the shipped weights are expanded and built into a temporary folder first. 200 samples of all kinds take
@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--kinds", default=",".join(KINDS), help="comma-separated kinds")
     parser.add_argument("--engine", type=Path, help="a built engine of the demo")
     parser.add_argument("--threads", type=int, default=2, help="torch threads")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--json", type=Path, help="file for the counts")
     options = parser.parse_args()
     kinds = [KINDS[name] for name in options.kinds.split(",")]
@@ -66,7 +67,9 @@ def main() -> None:
     pool = NamePool.build(codec)
     counts: dict[str, tuple[int, int]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        core = load_core(options.engine or _engine(Path(folder)), EngineOptions(device="cpu", threads=options.threads))
+        core = load_core(
+            options.engine or _engine(Path(folder)), EngineOptions(device=options.device, threads=options.threads)
+        )
         for kind in kinds:
             began = time.monotonic()
             chats = [sample(kind, number, pool, held=True) for number in range(options.samples)]

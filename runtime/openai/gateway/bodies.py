@@ -14,6 +14,7 @@ from starlette.requests import ClientDisconnect, Request
 from gptoss_trt.runtime.openai.errors import RequestError
 
 Json = dict[str, Any]
+MAX_DIGITS = 1000  # of an integer; Python itself stops at 4,300 with a text about Python
 
 
 class TooLargeError(RequestError):
@@ -46,13 +47,19 @@ async def read_object(request: Request) -> tuple[Json, bytes]:
 def parse_object(data: bytes) -> Json:
     """JSON text as an object. Raises RequestError 400."""
     try:
-        body = json.loads(data, parse_constant=_no_constant)
+        body = json.loads(data, parse_constant=_no_constant, parse_int=_integer)
     except (ValueError, RecursionError) as error:
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
         raise RequestError(400, None, f"the body is not JSON: {reason}", "invalid_json") from error
     if not isinstance(body, dict):
         raise RequestError(400, None, f"the body is {type(body).__name__}, not a JSON object", "invalid_type")
     return body
+
+
+def _integer(text: str) -> int:
+    if len(text) > MAX_DIGITS:
+        raise ValueError(f"it has an integer of {len(text)} digits; the limit is {MAX_DIGITS}")
+    return int(text)
 
 
 def _no_constant(name: str) -> NoReturn:

@@ -64,6 +64,7 @@ def test_stop_ids_come_from_the_generation_config(tmp_path: Path) -> None:
         (lambda c: c.update(tie_word_embeddings=True), "tie_word_embeddings is True"),
         (lambda c: c.update(layer_types=["full_attention"]), "layer_types .* expected 2 of"),
         (lambda c: c.update(layer_types=["linear", "full_attention"]), "layer_types"),
+        (lambda c: c.update(layer_types=[]), "layer_types .* expected 2 of"),
         (lambda c: c.pop("rope_scaling"), "rope_scaling is None"),
         (lambda c: c["rope_scaling"].update(rope_type="llama3"), "rope_scaling: rope_type is 'llama3'"),
         (lambda c: c["rope_scaling"].update(truncate=True), "truncate is True; gpt-oss leaves"),
