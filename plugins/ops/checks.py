@@ -67,6 +67,15 @@ _ROWS = (
     _Tensor("active_experts", "E+1", _I32),
 )
 
+_ROUTED = (
+    _Tensor("token_count", "1", _I32),
+    _Tensor("expert_ids", "T k", _I32),
+    _Tensor("expert_weights", "T k", _F32),
+    _Tensor("expert_offsets", "num_local_experts+1", _I32),
+    _Tensor("active_experts", "num_local_experts+1", _I32),
+    _Tensor("row_slots", "T*k", _I32),
+)
+
 _TENSORS: dict[str, tuple[_Tensor, ...]] = {
     "embedding": (_Tensor("token_ids", "T", _I32), _Tensor("weight", "V H", _BF16), _Tensor("out", "T H", _BF16)),
     "rmsnorm_quant": (
@@ -112,12 +121,18 @@ _TENSORS: dict[str, tuple[_Tensor, ...]] = {
         _Tensor("x", "T H", _BF16),
         _Tensor("weight", "experts H", _BF16),
         _Tensor("bias", "experts", _BF16),
-        _Tensor("token_count", "1", _I32),
-        _Tensor("expert_ids", "T k", _I32),
-        _Tensor("expert_weights", "T k", _F32),
-        _Tensor("expert_offsets", "num_local_experts+1", _I32),
-        _Tensor("active_experts", "num_local_experts+1", _I32),
-        _Tensor("row_slots", "T*k", _I32),
+        *_ROUTED,
+    ),
+    "rmsnorm_route": (
+        _Tensor("residual", "T H", _BF16),
+        _Tensor("delta", "T H", _BF16),
+        _Tensor("weight", "H", _BF16),
+        _Tensor("router", "experts H", _BF16),
+        _Tensor("router_bias", "experts", _BF16),
+        _Tensor("updated", "T H", _BF16),
+        _Tensor("quantised", "T H", _FP8),
+        _Tensor("scales", "H/128 T", _F32),
+        *_ROUTED,
     ),
     "moe_gate_up": (
         _Tensor("x", "T H", _FP8),
@@ -350,6 +365,7 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "attention_prefill": _attention,
     "attention_decode": _decode,
     "moe_route": _route,
+    "rmsnorm_route": _route,
     "moe_gate_up": _gate_up,
     "moe_down": _down,
 }

@@ -160,6 +160,27 @@ def moe_route(
     row_slots.copy_(rows.slots)
 
 
+def rmsnorm_route(
+    residual: Tensor,
+    delta: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    router: Tensor,
+    router_bias: Tensor,
+    token_count: Tensor | None,
+    first_expert: int,
+    num_local_experts: int,
+    updated: Tensor,
+    quantised: Tensor,
+    scales: Tensor,
+    *routed: Tensor,
+) -> None:
+    normed = torch.empty_like(residual)
+    updated.copy_(residual)
+    rmsnorm_quant(updated, delta, weight, eps, normed, quantised, scales)
+    moe_route(normed, router, router_bias, token_count, first_expert, num_local_experts, *routed)
+
+
 def moe_gate_up(
     x: Tensor,
     x_scale: Tensor,

@@ -31,10 +31,13 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
     ("attention_decode", "triton"): f"{_KERNELS}.attention:attention_decode",
     ("moe_route", "triton"): f"{_KERNELS}.moe_route:moe_route",
+    ("rmsnorm_route", "triton"): f"{_KERNELS}.rmsnorm_route:rmsnorm_route",
     ("moe_gate_up", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_gate_up",
     ("moe_down", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_down",
     ("moe_combine", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine",
     ("moe_combine_norm", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine_norm",
+    ("attention_prefill", "cuda"): "gptoss_trt.ops.attention:attention_prefill",
+    ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
     ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",
     ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
 }

@@ -148,6 +148,18 @@ _TABLE = (
         [T * k]: token * k + slot of each sorted row, -1 behind offsets[E].""",
     ),
     OpSchema(
+        "rmsnorm_route",
+        "Tensor residual, Tensor? delta, Tensor weight, float eps, Tensor router, Tensor router_bias, "
+        "Tensor? token_count, int first_expert, int num_local_experts, Tensor(a!) updated, Tensor(b!) quantised, "
+        "Tensor(c!) scales, Tensor(d!) expert_ids, Tensor(e!) expert_weights, Tensor(f!) expert_offsets, "
+        "Tensor(g!) active_experts, Tensor(h!) row_slots",
+        """rmsnorm_quant, then moe_route of its norm: updated = bf16(residual + delta); (quantised, scales) =
+        act_quant(norm(updated), 128); the rest as moe_route(norm(updated), router, router_bias, ...). The residual is
+        read only, and `updated` is another tensor.
+
+        Shapes as in those two; router bf16 [all experts, H].""",
+    ),
+    OpSchema(
         "moe_gate_up",
         "Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, Tensor bias, Tensor expert_offsets, "
         "Tensor active_experts, Tensor row_slots, int top_k, float limit, float alpha, str layout, int h_group, "

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import STATIC_SCALE, group_scale, saturate_e4m3
 
 STATIC_BLOCK = 128
@@ -18,6 +19,8 @@ def _act_quant_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
     columns = group * GROUP + tl.arange(0, GROUP)
+    release()
+    wait()
     value = tl.load(x + token * K + columns, mask=columns < K, other=0.0).to(tl.float32)
     if STATIC:
         quotient = value / STATIC_SCALE
@@ -35,5 +38,5 @@ def act_quant(x: torch.Tensor, group: int, quantised: torch.Tensor, scales: torc
         return
     width = group or STATIC_BLOCK
     _act_quant_kernel[(tokens, triton.cdiv(channels, width))](
-        x, quantised, scales, tokens, K=channels, GROUP=width, STATIC=group == 0, num_warps=1
+        x, quantised, scales, tokens, K=channels, GROUP=width, STATIC=group == 0, num_warps=1, **DEPENDENT
     )

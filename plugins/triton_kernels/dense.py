@@ -1,7 +1,8 @@
 """embedding, dense and dense_fp8: rows of a table, and products with a bias that is added once before the one rounding.
 
-Invariant: fp32 accumulation. The bf16 product is cuBLAS's through torch (out and bias in one call); the FP8 128x128 one
-is a kernel of ours with weights as the M operand, as in moe_gemm_fp8.
+Invariant: fp32 accumulation. Up to MOST_TOKENS tokens the products are dense_few's; above, the bf16 one is cuBLAS's
+through torch (out and bias in one call), which adds in another order, and the FP8 128x128 one is a kernel of ours with
+weights as the M operand, as in moe_gemm_fp8.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dense_few import MOST_TOKENS, dense_few, dense_fp8_few, row_of_scales
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import dot
 from gptoss_trt.triton_kernels.weight_tile import fp8_tile
 
 MIN_TOKENS = 16
 MAX_TOKENS = 64
 MAX_SEGMENTS = 3  # q, k and v
+MOST_FEW_WEIGHTS = 1 << 26  # the lm head has more: cuBLAS reads it at 4.1 TB/s
 
 
 @triton.jit
@@ -41,7 +45,9 @@ def embedding(token_ids: torch.Tensor, weight: torch.Tensor, first_row: int, out
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
     """The op of that name; see ops/schemas.py. cuBLAS accumulates in fp32 and rounds once, the bias included."""
-    if out.dtype == torch.float32:
+    if 0 < len(x) <= MOST_TOKENS and weight.numel() <= MOST_FEW_WEIGHTS:
+        dense_few(x, weight, bias, out)
+    elif out.dtype == torch.float32:
         torch.mm(x, weight.T, out_dtype=torch.float32, out=out)
         if bias is not None:
             out += bias
@@ -49,17 +55,6 @@ def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out:
         torch.mm(x, weight.T, out=out)
     else:
         torch.addmm(bias, x, weight.T, out=out)
-
-
-@triton.jit
-def _scale_row(row, S0: tl.constexpr, S1: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The row of scales of weight row `row`: each segment (S0 rows, S1 rows, the rest) begins a new one."""
-    c0: tl.constexpr = (S0 + 127) // 128
-    c1: tl.constexpr = c0 + (S1 + 127) // 128
-    behind = row - S0
-    return tl.where(
-        row < S0, row // 128, tl.where(behind < S1, c0 + behind // 128, c1 + (behind - S1) // 128)
-    )  # fmt: skip
 
 
 @triton.jit
@@ -81,8 +76,10 @@ def _dense_fp8_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * 128 + tl.arange(0, 128)
     token = tl.program_id(1) * TILE_T + tl.arange(0, TILE_T)
     valid = token < tokens
+    release()
+    wait()
     blocks: tl.constexpr = (K + 127) // 128
-    scale_row = _scale_row(row, S0, S1)
+    scale_row = row_of_scales(row, S0, S1)
     acc = tl.zeros((128, TILE_T), tl.float32)
     if BIAS:
         acc += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
@@ -120,8 +117,11 @@ def dense_fp8(
     if tokens == 0:
         return
     first = [*segments, rows, 0][:2] if segments else [rows, 0]
+    if tokens <= MOST_TOKENS:
+        dense_fp8_few(x, x_scale, weight, weight_scale, (first[0], first[1]), bias, out)
+        return
     tile = min(max(triton.next_power_of_2(tokens), MIN_TOKENS), MAX_TOKENS)
     _dense_fp8_kernel[(triton.cdiv(rows, 128), triton.cdiv(tokens, tile))](
         x, x_scale, weight, weight_scale, bias, out, tokens, rows,
-        K=channels, S0=first[0], S1=first[1], TILE_T=tile, BIAS=bias is not None, num_warps=4,
+        K=channels, S0=first[0], S1=first[1], TILE_T=tile, BIAS=bias is not None, num_warps=4, **DEPENDENT,
     )  # fmt: skip

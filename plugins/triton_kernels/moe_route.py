@@ -2,7 +2,7 @@
 
 Invariant: order by (bf16 logit, lowest index) and rows by (expert, token, slot): no atomics, so the same input gives
 the same bits; the router product is cut along H into the same parts whatever the number of tokens. Two kernels for few
-tokens, four for many; counts and offsets never leave the device.
+tokens, four for many, all launched dependent; counts and offsets never leave the device.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import dot, round_bf16
 
 TOKEN_TILE = 16
@@ -38,6 +39,8 @@ def _product_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     expert = tl.program_id(1) * TILE_E + tl.arange(0, TILE_E)
     part = tl.program_id(2)
+    release()
+    wait()
     acc = tl.zeros((TILE_T, TILE_E), tl.float32)
     for k in tl.static_range(0, PART, TILE_K):
         column = part * PART + k + tl.arange(0, TILE_K)
@@ -61,46 +64,46 @@ def _product_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _order(logits, index, inside):  # type: ignore[no-untyped-def]
+    """int32 keys in the order of (bf16 logit, lowest index); both can be read back from a key. Outside: the least."""
+    value = tl.where(logits == 0.0, 0.0, logits)  # -0 ties with 0
+    bits = value.to(tl.int32, bitcast=True) >> 16
+    ordered = tl.where(bits < 0, bits ^ 0x7FFF, bits)
+    return tl.where(inside, ordered * 65536 + (65535 - index), -2147483648)
+
+
+@triton.jit
 def _choose(  # type: ignore[no-untyped-def]
-    parts,
-    bias,
-    expert_ids,
-    expert_weights,
-    token,
-    tokens,
-    real,
-    experts,
-    E: tl.constexpr,
-    K: tl.constexpr,
-    PARTS: tl.constexpr,
-    TILE_T: tl.constexpr,
+    logits, index, inside, K: tl.constexpr, WIDTH: tl.constexpr, TILE_T: tl.constexpr
 ):
-    """The K best of each token's logits bf16(sum of parts + bias), best first, equal ones by the lower index; stores
-    ids and softmax weights of `token` [TILE_T], -1 and 0 where not `real`."""
+    """(ids int32, weights fp32), both [TILE_T, WIDTH]: the K best of each row of logits fp32 [TILE_T, E], rounded to
+    bf16, best first, equal ones by the lower index, and their softmax rounded to bf16; anything behind the K.
+    `index` is 0 .. E - 1 as [1, E]."""
+    key = _order(round_bf16(logits), index, inside)
+    place = tl.arange(0, WIDTH)[None, :]
+    best = tl.full((TILE_T, WIDTH), -2147483648, tl.int32)
+    for slot in tl.static_range(K):
+        top = tl.max(key, axis=1)[:, None]
+        best = tl.where(place == slot, top, best)
+        key = tl.where(key == top, -2147483648, key)
+    ordered = best >> 16
+    value = (tl.where(ordered < 0, ordered ^ 0x7FFF, ordered) << 16).to(tl.float32, bitcast=True)
+    first = tl.max(tl.where(place == 0, value, -float("inf")), axis=1)[:, None]
+    weight = tl.where(place < K, tl.exp(value - first), 0.0)
+    return 65535 - (best & 65535), round_bf16(weight / tl.sum(weight, axis=1)[:, None])
+
+
+@triton.jit
+def _logits(  # type: ignore[no-untyped-def]
+    parts, bias, token, inside, tokens, experts, E: tl.constexpr, PARTS: tl.constexpr, TILE_T: tl.constexpr
+):
+    """fp32 [TILE_T, E]: sum of parts + bias."""
     index = tl.arange(0, E)
-    inside = (token < tokens)[:, None] & (index < experts)[None, :]
     logits = tl.zeros((TILE_T, E), tl.float32)
     for part in tl.static_range(PARTS):
         line = part * tokens + token.to(tl.int64)
         logits += tl.load(parts + line[:, None] * experts + index[None, :], mask=inside, other=0.0)
-    logits += tl.load(bias + index, mask=index < experts, other=0.0).to(tl.float32)[None, :]
-    logits = tl.where(inside, round_bf16(logits), -float("inf"))
-    best = tl.max(logits, axis=1)
-    total = tl.zeros((TILE_T,), tl.float32)
-    value = logits
-    for _ in tl.static_range(K):
-        top = tl.max(value, axis=1)
-        chosen = tl.min(tl.where(value == top[:, None], index[None, :], E), axis=1)
-        total += tl.exp(top - best)
-        value = tl.where(index[None, :] == chosen[:, None], -float("inf"), value)
-    value = logits
-    for slot in tl.static_range(K):
-        top = tl.max(value, axis=1)
-        chosen = tl.min(tl.where(value == top[:, None], index[None, :], E), axis=1)
-        share = round_bf16(tl.exp(top - best) / total)
-        tl.store(expert_ids + token * K + slot, tl.where(real, chosen, -1), mask=token < tokens)
-        tl.store(expert_weights + token * K + slot, tl.where(real, share, 0.0), mask=token < tokens)
-        value = tl.where(index[None, :] == chosen[:, None], -float("inf"), value)
+    return logits + tl.load(bias + index, mask=index < experts, other=0.0).to(tl.float32)[None, :]
 
 
 @triton.jit
@@ -114,15 +117,34 @@ def _top_k_kernel(  # type: ignore[no-untyped-def]
     experts,
     E: tl.constexpr,
     K: tl.constexpr,
+    WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     COUNTED: tl.constexpr,
 ):
-    """`_choose` for one token."""
+    """The choice of one token."""
     token = tl.program_id(0) + tl.arange(0, 1)
+    index = tl.arange(0, E)[None, :]
+    inside = (token < tokens)[:, None] & (index < experts)
+    release()
+    wait()
     real = token < tokens
     if COUNTED:
         real = token < tl.load(token_count)
-    _choose(parts, bias, expert_ids, expert_weights, token, tokens, real, experts, E, K, PARTS, 1)
+    logits = _logits(parts, bias, token, inside, tokens, experts, E, PARTS, 1)
+    ids, weights = _choose(logits, index, inside, K, WIDTH, 1)
+    _store_choice(expert_ids, expert_weights, ids, weights, token, real, tokens, K, WIDTH)
+
+
+@triton.jit
+def _store_choice(  # type: ignore[no-untyped-def]
+    expert_ids, expert_weights, ids, weights, token, real, tokens, K: tl.constexpr, WIDTH: tl.constexpr
+):
+    """Stores the first K of WIDTH choices; -1 and 0 where not `real`."""
+    place = tl.arange(0, WIDTH)[None, :]
+    target = token[:, None] * K + place
+    mask = (token < tokens)[:, None] & (place < K)
+    tl.store(expert_ids + target, tl.where(real[:, None], ids, -1), mask=mask)
+    tl.store(expert_weights + target, tl.where(real[:, None], weights, 0.0), mask=mask)
 
 
 @triton.jit
@@ -148,25 +170,29 @@ def _small_kernel(  # type: ignore[no-untyped-def]
 ):
     """All of routing behind the product, in one program: TILE_T tokens, TILE_T * K entries."""
     token = tl.arange(0, TILE_T)
+    index = tl.arange(0, E)[None, :]
+    inside = (token < tokens)[:, None] & (index < experts)
+    release()
+    wait()
     real = token < tokens
     if COUNTED:
         real = token < tl.load(token_count)
-    _choose(parts, bias, expert_ids, expert_weights, token, tokens, real, experts, E, K, PARTS, TILE_T)
-    tl.debug_barrier()  # what other threads stored is read back in another order
+    logits = _logits(parts, bias, token, inside, tokens, experts, E, PARTS, TILE_T)
+    ids, weights = _choose(logits, index, inside, K, K, TILE_T)
+    _store_choice(expert_ids, expert_weights, ids, weights, token, real, tokens, K, K)
     entry = tl.arange(0, TILE_T * K)
-    count = tokens * K
-    local = tl.load(expert_ids + entry, mask=entry < count, other=-1) - first_expert
+    local = tl.reshape(tl.where(real[:, None], ids, -1), (TILE_T * K,)) - first_expert
     mine = (local >= 0) & (local < local_experts)
     key = tl.where(mine, local * (TILE_T * K) + entry, LOCAL * TILE_T * K + entry)  # others behind, in order
     rank = tl.sum((key[None, :] < key[:, None]).to(tl.int32), axis=1)
-    tl.store(row_slots + rank, tl.where(mine, entry, -1), mask=entry < count)
+    tl.store(row_slots + rank, tl.where(mine, entry, -1), mask=entry < tokens * K)
     expert = tl.arange(0, LOCAL)
-    inside = expert < local_experts
+    held = expert < local_experts
     begin = tl.sum((mine[None, :] & (local[None, :] < expert[:, None])).to(tl.int32), axis=1)
     own = tl.sum((mine[None, :] & (local[None, :] == expert[:, None])).to(tl.int32), axis=1)
-    tl.store(expert_offsets + expert, begin, mask=inside)
+    tl.store(expert_offsets + expert, begin, mask=held)
     tl.store(expert_offsets + local_experts, tl.sum(mine.to(tl.int32), axis=0))
-    _store_active(active_experts, expert, inside, own > 0)
+    _store_active(active_experts, expert, held, own > 0)
 
 
 @triton.jit
@@ -186,6 +212,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
     """One program an expert: its offset is the number of rows of lower experts, its rows are numbered in order."""
     expert = tl.program_id(0)
     experts = tl.num_programs(0)
+    release()
+    wait()
     before = 0
     own = 0
     for start in range(0, count, TILE):
@@ -214,6 +242,8 @@ def _rows_kernel(  # type: ignore[no-untyped-def]
 def _active_kernel(expert_offsets, active_experts, experts, E: tl.constexpr):  # type: ignore[no-untyped-def]
     expert = tl.arange(0, E)
     inside = expert < experts
+    release()
+    wait()
     begin = tl.load(expert_offsets + expert, mask=inside, other=0)
     end = tl.load(expert_offsets + expert + 1, mask=inside, other=0)
     _store_active(active_experts, expert, inside, end > begin)
@@ -234,30 +264,60 @@ def moe_route(
 ) -> None:
     """The op of that name; see ops/schemas.py. Allocates fp32 parts of the logits [P, T, experts]."""
     tokens, hidden = x.shape
-    experts, top_k = weight.shape[0], expert_ids.shape[1]
+    experts = weight.shape[0]
     pieces = triton.cdiv(hidden, K_PART)
-    width, local_width = triton.next_power_of_2(experts), triton.next_power_of_2(num_local_experts)
     parts = torch.empty((pieces, tokens, experts), dtype=torch.float32, device=x.device)
-    counted = token_count is not None
     if tokens:
         _product_kernel[(triton.cdiv(tokens, TOKEN_TILE), triton.cdiv(experts, EXPERT_TILE), pieces)](
             x, weight, parts, tokens, experts,
-            H=hidden, TILE_T=TOKEN_TILE, TILE_E=EXPERT_TILE, TILE_K=K_TILE, PART=K_PART, num_warps=4,
+            H=hidden, TILE_T=TOKEN_TILE, TILE_E=EXPERT_TILE, TILE_K=K_TILE, PART=K_PART, num_warps=4, **DEPENDENT,
         )  # fmt: skip
-    tile = triton.next_power_of_2(max(tokens, 1))
-    if tokens and tile * top_k <= SMALL_ENTRIES and triton.next_power_of_2(top_k) == top_k:
+    choose_and_sort(
+        parts, bias, token_count, (first_expert, num_local_experts),
+        (expert_ids, expert_weights, expert_offsets, active_experts, row_slots),
+    )  # fmt: skip
+
+
+def few(tokens: int, top_k: int) -> bool:
+    """Whether one program sorts the rows of so many tokens."""
+    return int(triton.next_power_of_2(max(tokens, 1))) * top_k <= SMALL_ENTRIES and top_k & (top_k - 1) == 0
+
+
+def choose_and_sort(
+    parts: torch.Tensor,
+    bias: torch.Tensor,
+    token_count: torch.Tensor | None,
+    local: tuple[int, int],
+    outputs: tuple[torch.Tensor, ...],
+) -> None:
+    """What follows the router product: parts fp32 [P, T, experts] add up to the logits but for the bias; `local` is
+    first_expert and num_local_experts, `outputs` are moe_route's, in its order."""
+    pieces, tokens, experts = parts.shape
+    expert_ids, expert_weights, expert_offsets, active_experts, row_slots = outputs
+    first_expert, num_local_experts = local
+    top_k, counted = expert_ids.shape[1], token_count is not None
+    width, local_width = triton.next_power_of_2(experts), triton.next_power_of_2(num_local_experts)
+    if tokens and few(tokens, top_k):
+        tile = triton.next_power_of_2(tokens)
         _small_kernel[(1,)](
             parts, bias, token_count, expert_ids, expert_weights, expert_offsets, active_experts, row_slots,
             tokens, experts, first_expert, num_local_experts,
-            E=width, K=top_k, PARTS=pieces, COUNTED=counted, TILE_T=tile, LOCAL=local_width, num_warps=8,
+            E=width, K=top_k, PARTS=pieces, COUNTED=counted, TILE_T=tile, LOCAL=local_width,
+            num_warps=_small_warps(tile * max(width, top_k * local_width)), **DEPENDENT,
         )  # fmt: skip
         return
     if tokens:
         _top_k_kernel[(tokens,)](
             parts, bias, token_count, expert_ids, expert_weights, tokens, experts,
-            E=width, K=top_k, PARTS=pieces, COUNTED=counted, num_warps=1,
+            E=width, K=top_k, WIDTH=triton.next_power_of_2(top_k), PARTS=pieces, COUNTED=counted, num_warps=1,
+            **DEPENDENT,
         )  # fmt: skip
     _rows_kernel[(num_local_experts,)](
-        expert_ids, expert_offsets, row_slots, tokens * top_k, first_expert, TILE=ROW_TILE, num_warps=4
+        expert_ids, expert_offsets, row_slots, tokens * top_k, first_expert, TILE=ROW_TILE, num_warps=4, **DEPENDENT
     )
-    _active_kernel[(1,)](expert_offsets, active_experts, num_local_experts, E=local_width, num_warps=1)
+    _active_kernel[(1,)](expert_offsets, active_experts, num_local_experts, E=local_width, num_warps=1, **DEPENDENT)
+
+
+def _small_warps(elements: int) -> int:
+    """One warp, which needs no barriers, while a lane has few of the largest array's elements."""
+    return max(1, min(8, elements // 1024))

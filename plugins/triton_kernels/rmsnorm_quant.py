@@ -1,7 +1,8 @@
 """rmsnorm_quant and moe_combine(_norm): one program a token, the whole row in registers.
 
 Invariant: the sum over slots starts at slot 0 and is formed before it meets the residual; the norm reads the rounded
-residual. Must not know where the rows come from.
+residual. Every kernel is launched dependent: the norm's weight is read while the kernel before it still runs. Must not
+know where the rows come from.
 """
 
 from __future__ import annotations
@@ -10,32 +11,52 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import group_scale, round_bf16, saturate_e4m3, to_bf16
 
 GROUP = 128
+FEW_TOKENS = 64  # up to which a row's latency counts: more warps a row
 
 
 @triton.jit
-def _normalise(  # type: ignore[no-untyped-def]
-    x,
-    weight,
+def load_gain(weight, H: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The norm's weight bf16 [BLOCK], zeros behind H."""
+    columns = tl.arange(0, BLOCK)
+    return tl.load(weight + columns, mask=columns < H, other=0.0)
+
+
+@triton.jit
+def add_delta(residual, delta, token, H: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16(residual + delta) of one token as fp32 [BLOCK], zeros behind H; the residual itself without DELTA."""
+    columns = tl.arange(0, BLOCK)
+    x = tl.load(residual + token * H + columns, mask=columns < H, other=0.0).to(tl.float32)
+    if DELTA:
+        x = round_bf16(x + tl.load(delta + token * H + columns, mask=columns < H, other=0.0).to(tl.float32))
+    return x
+
+
+@triton.jit
+def normalise(x, gain, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16 norm of x fp32 [BLOCK] that is zero behind H."""
+    return to_bf16(x * (1.0 / tl.sqrt_rn(tl.sum(x * x) / H + eps)) * gain.to(tl.float32))
+
+
+@triton.jit
+def store_normed(  # type: ignore[no-untyped-def]
+    y,
     normed,
     quantised,
     scales,
     token,
     tokens,
-    eps,
     H: tl.constexpr,
     BLOCK: tl.constexpr,
     NORMED: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
-    """Norm of x fp32 [BLOCK] (zeros behind H), stored as bf16 and, when QUANTISED, as e4m3 with its scales."""
+    """Stores a token's norm y bf16 [BLOCK] as it is and, when QUANTISED, as e4m3 with its scales."""
     columns = tl.arange(0, BLOCK)
     inside = columns < H
-    inverse = 1.0 / tl.sqrt_rn(tl.sum(x * x) / H + eps)
-    gain = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-    y = to_bf16(x * inverse * gain)
     if NORMED:
         tl.store(normed + token * H + columns, y, mask=inside)
     if QUANTISED:
@@ -51,6 +72,7 @@ def _normalise(  # type: ignore[no-untyped-def]
 def _rmsnorm_kernel(  # type: ignore[no-untyped-def]
     residual,
     delta,
+    updated,
     weight,
     normed,
     quantised,
@@ -62,15 +84,19 @@ def _rmsnorm_kernel(  # type: ignore[no-untyped-def]
     DELTA: tl.constexpr,
     NORMED: tl.constexpr,
     QUANTISED: tl.constexpr,
+    COPY: tl.constexpr,
 ):
+    """`updated` takes the sum with delta; it may be `residual`."""
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
-    inside = columns < H
-    x = tl.load(residual + token * H + columns, mask=inside, other=0.0).to(tl.float32)
-    if DELTA:
-        x = round_bf16(x + tl.load(delta + token * H + columns, mask=inside, other=0.0).to(tl.float32))
-        tl.store(residual + token * H + columns, to_bf16(x), mask=inside)
-    _normalise(x, weight, normed, quantised, scales, token, tokens, eps, H, BLOCK, NORMED, QUANTISED)
+    gain = load_gain(weight, H, BLOCK)
+    release()
+    wait()
+    x = add_delta(residual, delta, token, H, BLOCK, DELTA)
+    if DELTA or COPY:
+        tl.store(updated + token * H + columns, to_bf16(x), mask=columns < H)
+    y = normalise(x, gain, eps, H)
+    store_normed(y, normed, quantised, scales, token, tokens, H, BLOCK, NORMED, QUANTISED)
 
 
 @triton.jit
@@ -82,10 +108,11 @@ def _combine(  # type: ignore[no-untyped-def]
     total = tl.zeros((BLOCK,), tl.float32)
     for slot in tl.static_range(K):
         expert = tl.load(expert_ids + token * K + slot) - first_expert
-        # A scalar condition as a bound: the interpreter cannot mask with a scalar and a vector together.
+        # The row is read whatever the id says, so that neither waits for the other, and dropped if not ours. A scalar
+        # condition as a bound: the interpreter cannot join a scalar and a vector.
         bound = tl.where((expert >= 0) & (expert < local_experts), H, 0)
-        row = tl.load(rows + (token * K + slot) * H + columns, mask=columns < bound, other=0.0)
-        total += row.to(tl.float32)
+        row = tl.load(rows + (token * K + slot) * H + columns, mask=columns < H, other=0.0)
+        total += tl.where(columns < bound, row.to(tl.float32), 0.0)
     return total
 
 
@@ -103,6 +130,8 @@ def _combine_kernel(  # type: ignore[no-untyped-def]
 ):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
+    release()
+    wait()
     total = _combine(rows, expert_ids, token, first_expert, local_experts, H, BLOCK, K)
     if ACCUMULATE:
         total += tl.load(out + token * H + columns, mask=columns < H, other=0.0).to(tl.float32)
@@ -131,18 +160,49 @@ def _combine_norm_kernel(  # type: ignore[no-untyped-def]
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < H
+    gain = load_gain(weight, H, BLOCK)
+    release()
+    wait()
+    before = tl.load(residual + token * H + columns, mask=inside, other=0.0)
     total = _combine(rows, expert_ids, token, first_expert, local_experts, H, BLOCK, K)
-    x = round_bf16(total + tl.load(residual + token * H + columns, mask=inside, other=0.0).to(tl.float32))
+    x = round_bf16(total + before.to(tl.float32))
     tl.store(residual + token * H + columns, to_bf16(x), mask=inside)
-    _normalise(x, weight, normed, quantised, scales, token, tokens, eps, H, BLOCK, NORMED, QUANTISED)
+    y = normalise(x, gain, eps, H)
+    store_normed(y, normed, quantised, scales, token, tokens, H, BLOCK, NORMED, QUANTISED)
 
 
-def _block(hidden: int) -> int:
+def row_block(hidden: int) -> int:
+    """The power of two that holds a row and whole groups of the quantisation."""
     return max(int(triton.next_power_of_2(hidden)), GROUP)
 
 
-def _warps(hidden: int) -> int:
-    return 8 if hidden > 1024 else 4
+def row_warps(hidden: int, tokens: int) -> int:
+    """Warps of a program that holds a row."""
+    if hidden <= 1024:
+        return 4
+    return 16 if tokens <= FEW_TOKENS else 8
+
+
+def add_and_norm(
+    residual: torch.Tensor,
+    delta: torch.Tensor | None,
+    updated: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+) -> None:
+    """updated = bf16(residual + delta), and its norm into `outputs` (normed, quantised, scales), each or None.
+    `updated` may be `residual`; without delta it is the residual's copy, or itself."""
+    tokens, hidden = residual.shape
+    if tokens == 0:
+        return
+    normed, quantised, scales = outputs
+    _rmsnorm_kernel[(tokens,)](
+        residual, delta, updated, weight, normed, quantised, scales, tokens, eps,
+        H=hidden, BLOCK=row_block(hidden), DELTA=delta is not None, NORMED=normed is not None,
+        QUANTISED=quantised is not None, COPY=updated is not residual,
+        num_warps=row_warps(hidden, tokens), **DEPENDENT,
+    )  # fmt: skip
 
 
 def rmsnorm_quant(
@@ -155,14 +215,7 @@ def rmsnorm_quant(
     scales: torch.Tensor | None,
 ) -> None:
     """The op of that name; see ops/schemas.py for shapes and dtypes. Mutates its outputs on the current stream."""
-    tokens, hidden = residual.shape
-    if tokens == 0:
-        return
-    _rmsnorm_kernel[(tokens,)](
-        residual, delta, weight, normed, quantised, scales, tokens, eps,
-        H=hidden, BLOCK=_block(hidden), DELTA=delta is not None, NORMED=normed is not None,
-        QUANTISED=quantised is not None, num_warps=_warps(hidden),
-    )  # fmt: skip
+    add_and_norm(residual, delta, residual, weight, eps, (normed, quantised, scales))
 
 
 def moe_combine(
@@ -179,7 +232,8 @@ def moe_combine(
         return
     _combine_kernel[(tokens,)](
         rows, expert_ids, out, first_expert, num_local_experts,
-        H=hidden, BLOCK=_block(hidden), K=top_k, ACCUMULATE=accumulate, num_warps=_warps(hidden),
+        H=hidden, BLOCK=row_block(hidden), K=top_k, ACCUMULATE=accumulate,
+        num_warps=row_warps(hidden, tokens), **DEPENDENT,
     )  # fmt: skip
 
 
@@ -201,6 +255,6 @@ def moe_combine_norm(
         return
     _combine_norm_kernel[(tokens,)](
         rows, expert_ids, residual, weight, normed, quantised, scales, first_expert, num_local_experts, tokens, eps,
-        H=hidden, BLOCK=_block(hidden), K=top_k, NORMED=normed is not None, QUANTISED=quantised is not None,
-        num_warps=_warps(hidden),
+        H=hidden, BLOCK=row_block(hidden), K=top_k, NORMED=normed is not None, QUANTISED=quantised is not None,
+        num_warps=row_warps(hidden, tokens), **DEPENDENT,
     )  # fmt: skip

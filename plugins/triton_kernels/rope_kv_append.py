@@ -1,6 +1,8 @@
 """kv_slots and rope_kv_append: where a token's keys go, and rotating and writing them.
 
-Invariant: slot -1 writes nothing to the cache; q is written for every row. Halves (neox), fp32 inside.
+Invariant: slot -1 writes nothing to the cache; q is written for every row. Halves (neox), fp32 inside. kv_slots is not
+launched dependent: with it a step begins, so what was written before the step can be read by any kernel ahead of its
+wait, as positions are here.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import saturate_e4m3, to_bf16
 
 SLOT_BLOCK = 256
@@ -77,12 +80,15 @@ def _rope_kv_append_kernel(  # type: ignore[no-untyped-def]
     ALL: tl.constexpr = HEADS + 2 * KV_HEADS
     column = tl.arange(0, HALF)
     inside = (head < ALL)[:, None] & (column < HALF)[None, :]
-    source = qkv + (token * ALL + head)[:, None] * D + column[None, :]
-    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     position = tl.load(positions + token).to(tl.int64)
     cos = tl.load(cos_sin + position * D + column)[None, :]
     sin = tl.load(cos_sin + position * D + HALF + column)[None, :]
+    release()
+    wait()
+    slot = tl.load(slots + token)
+    source = qkv + (token * ALL + head)[:, None] * D + column[None, :]
+    first = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     turned = (head < HEADS + KV_HEADS)[:, None] & (column < HALF)[None, :]
     rotated = tl.where(turned, first * cos - second * sin, first)
     second = tl.where(turned, second * cos + first * sin, second)
@@ -90,7 +96,6 @@ def _rope_kv_append_kernel(  # type: ignore[no-untyped-def]
     is_q = inside & (head < HEADS)[:, None]
     tl.store(target, to_bf16(rotated), mask=is_q)
     tl.store(target + HALF, to_bf16(second), mask=is_q)
-    slot = tl.load(slots + token)
     kv_head = tl.maximum(head - HEADS, 0) % KV_HEADS
     row = ((slot // BLOCK_TOKENS).to(tl.int64) * KV_HEADS + kv_head) * BLOCK_TOKENS + slot % BLOCK_TOKENS
     place = row[:, None] * D + column[None, :]
@@ -140,5 +145,5 @@ def rope_kv_append(
     _rope_kv_append_kernel[(tokens, triton.cdiv(heads + 2 * kv_heads, HEAD_TILE))](
         qkv, positions, cos_sin, slots, q, k_cache, v_cache, k_scale, v_scale,
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_TOKENS=block_tokens,
-        FP8=k_cache.dtype == torch.float8_e4m3fn, TILE=HEAD_TILE, num_warps=2,
+        FP8=k_cache.dtype == torch.float8_e4m3fn, TILE=HEAD_TILE, num_warps=2, **DEPENDENT,
     )  # fmt: skip

@@ -55,6 +55,7 @@ class Cases:
             "attention_decode": lambda: [self._attention(tokens, context, w) for w in (0, self._config.sliding_window)],
             "attention_prefill": lambda: [self._prefill(tokens, w) for w in (0, self._config.sliding_window)],
             "moe_route": lambda: [self._route(tokens)],
+            "rmsnorm_route": lambda: [self._rmsnorm_route(tokens)],
             "moe_gate_up": lambda: [self._experts(tokens, True)],
             "moe_down": lambda: [self._experts(tokens, False)],
             "moe_combine_norm": lambda: [self._combine(tokens)],
@@ -207,6 +208,19 @@ class Cases:
             ops.moe_route(x, weight, bias, None, 0, config.num_experts, *routing)
 
         return Case("moe_route", "", call, 1, moved, bf16_flop=2.0 * tokens * weight.numel())
+
+    def _rmsnorm_route(self, tokens: int) -> Case:
+        config = self._config
+        hidden, routing = config.hidden_size, self._routing(tokens)
+        x, delta, weight = self._bf16(tokens, hidden), self._bf16(tokens, hidden, scale=0.01), self._bf16(hidden)
+        router, bias = self._tensors["layers.0.moe.router.weight"], self._tensors["layers.0.moe.router.bias"]
+        out = (self._empty(tokens, hidden), *self._quantised(tokens, hidden), *routing)
+        moved = tokens * hidden * (2 + 2 + 2 + 1) + 2.0 * router.numel()
+
+        def call(_: int) -> None:
+            ops.rmsnorm_route(x, delta, weight, 1e-5, router, bias, None, 0, config.num_experts, *out)
+
+        return Case("rmsnorm_route", "", call, 1, moved, bf16_flop=2.0 * tokens * router.numel())
 
     def _experts(self, tokens: int, gate_up: bool) -> Case:
         config, formats = self._config, self._formats

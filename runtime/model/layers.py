@@ -154,33 +154,41 @@ class Experts:
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
 
-    def __call__(self, x: Normed, residual: torch.Tensor, step: Step, following: Norm | None) -> Normed | None:
-        """residual += experts(x) in place; returns `following`'s norm of it (None without one)."""
-        ids, rows = self._slots(x, step)
+    def __call__(
+        self, residual: torch.Tensor, delta: torch.Tensor, step: Step, following: Norm | None
+    ) -> tuple[torch.Tensor, Normed | None]:
+        """(residual + delta + experts of its norm, `following`'s norm of that; None without one)."""
+        updated = torch.empty_like(residual)
+        ids, rows = self._slots(residual, delta, updated, step)
         if self._group.size > 1:
-            delta = reduce_partial(lambda dtype: self._combine(rows, ids, dtype), self._group)
+            more = reduce_partial(lambda dtype: self._combine(rows, ids, dtype), self._group)
             if following is not None:
-                return following(residual, delta)
-            residual.add_(delta)
-            return None
+                return updated, following(updated, more)
+            return updated.add_(more), None
         if following is None:
-            ops.moe_combine(rows, ids, *self._local, True, residual)
-            return None
-        out = Normed.empty(residual, following.quantise)
+            ops.moe_combine(rows, ids, *self._local, True, updated)
+            return updated, None
+        out = Normed.empty(updated, following.quantise)
         norm = (following.weight, following.eps, out.values, out.quantised, out.scales)
-        ops.moe_combine_norm(rows, ids, *self._local, residual, *norm)
-        return out
+        ops.moe_combine_norm(rows, ids, *self._local, updated, *norm)
+        return updated, out
 
-    def _slots(self, x: Normed, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expert ids int32 [T, k] and weighted expert rows by (token, slot), bf16 [T, k, H] (fp32 among ranks)."""
-        tokens, hidden = x.values.shape
-        device, local = x.values.device, self._local[1]
+    def _slots(
+        self, residual: torch.Tensor, delta: torch.Tensor, updated: torch.Tensor, step: Step
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Expert ids int32 [T, k] and weighted expert rows by (token, slot), bf16 [T, k, H] (fp32 among ranks), of the
+        norm of residual + delta, which goes into `updated`."""
+        tokens, hidden = residual.shape
+        device, local = residual.device, self._local[1]
         ids = torch.empty((tokens, self._top_k), dtype=torch.int32, device=device)
         weights = torch.empty((tokens, self._top_k), dtype=torch.float32, device=device)
         offsets = torch.empty(local + 1, dtype=torch.int32, device=device)
         active = torch.empty_like(offsets)
         slots = torch.empty(tokens * self._top_k, dtype=torch.int32, device=device)
-        ops.moe_route(x.values, *self._router, step.token_count, *self._local, ids, weights, offsets, active, slots)
+        x = torch.empty((tokens, hidden), dtype=E4M3, device=device)
+        x_scale = torch.empty((-(-hidden // 128), tokens), dtype=torch.float32, device=device)
+        router = (self.norm.weight, self.norm.eps, *self._router, step.token_count, *self._local)
+        ops.rmsnorm_route(residual, delta, *router, updated, x, x_scale, ids, weights, offsets, active, slots)
         where = (offsets, active, slots)
         intermediate = self._gate_up_bias.shape[1] // 2
         h = torch.empty((len(slots), intermediate), dtype=E4M3, device=device)
@@ -189,7 +197,7 @@ class Experts:
             h_scale = torch.empty((-(-intermediate // self._h_group), len(slots)), dtype=torch.float32, device=device)
         weight, scale, layout = self._gate_up
         how = (self._top_k, *self._activation, layout, self._h_group)
-        ops.moe_gate_up(x.quantised, x.scales, weight, scale, self._gate_up_bias, *where, *how, h, h_scale)
+        ops.moe_gate_up(x, x_scale, weight, scale, self._gate_up_bias, *where, *how, h, h_scale)
         rows = torch.empty((tokens, self._top_k, hidden), dtype=partial_dtype(self._group), device=device)
         weight, scale, layout = self._down
         ops.moe_down(h, h_scale, weight, scale, self._down_bias, weights, *where, layout, self._h_group, rows)

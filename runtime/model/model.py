@@ -82,7 +82,7 @@ class GptOssModel:
         for n, (attention, experts) in enumerate(zip(self._attention, self._experts, strict=True)):
             delta = attention(normed, step, self._kv.layer(n), self._cos_sin)
             following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None
-            after = experts(experts.norm(residual, delta), residual, step, following)
+            residual, after = experts(residual, delta, step, following)
             normed = normed if after is None else after
         return self._logits(residual[batch.logits_rows.long()])
 

@@ -14,6 +14,7 @@ from gptoss_trt.triton_kernels import act_quant as triton_act_quant
 from gptoss_trt.triton_kernels import dense as triton_dense
 from gptoss_trt.triton_kernels import moe_route as triton_route
 from gptoss_trt.triton_kernels import rmsnorm_quant as triton_norm
+from gptoss_trt.triton_kernels import rmsnorm_route as triton_norm_route
 from gptoss_trt.triton_kernels import rope_kv_append as triton_rope
 
 pytestmark = pytest.mark.interpret
@@ -165,6 +166,53 @@ def test_moe_route(tokens: int, experts: int, first: int, local: int) -> None:
         assert int(same.sum()) >= tokens - 1
 
 
+@pytest.mark.parametrize(("tokens", "experts", "hidden"), [(1, 32, 2880), (7, 8, 192), (16, 8, 192), (17, 8, 192)])
+@pytest.mark.parametrize("with_delta", [True, False])
+def test_rmsnorm_route(tokens: int, experts: int, hidden: int, with_delta: bool) -> None:
+    residual, weight, router, bias = bf16(tokens, hidden), bf16(hidden), bf16(experts, hidden), bf16(experts)
+    router[3], bias[3] = router[5], bias[5]  # a tie in every row: the lower index first
+    delta = bf16(tokens, hidden) if with_delta else None
+    count = torch.tensor([max(tokens - 2, 1)], dtype=torch.int32)
+    before = residual.clone()
+    outputs = []
+    for function in (triton_norm_route.rmsnorm_route, OPS.rmsnorm_route):
+        updated, q = torch.full((tokens, hidden), POISON, dtype=torch.bfloat16), torch.empty(tokens, hidden, dtype=E4M3)
+        scales = torch.full((-(-hidden // 128), tokens), POISON)
+        ids, weights = torch.empty(tokens, 4, dtype=torch.int32), torch.full((tokens, 4), POISON)
+        offsets, active = torch.empty(experts + 1, dtype=torch.int32), torch.empty(experts + 1, dtype=torch.int32)
+        slots = torch.full((tokens * 4,), 77, dtype=torch.int32)
+        where = (updated, q, scales, ids, weights, offsets, active, slots)
+        function(residual, delta, weight, 1e-5, router, bias, count, 0, experts, *where)
+        outputs.append(where)
+    got, want = outputs
+    assert torch.equal(residual, before)
+    assert_within_ulp(got[0], want[0])
+    torch.testing.assert_close(got[2], want[2], rtol=2**-6, atol=0)
+    values = [q.float() * scales.T.repeat_interleave(128, 1)[:, :hidden] for _, q, scales, *_ in outputs]
+    torch.testing.assert_close(*values, rtol=0.07, atol=float(values[1].abs().max()) / 400)
+    same = (got[3] == want[3]).all(-1)
+    assert int(same.sum()) >= tokens - 1  # a sum in another order may swap a near tie
+    torch.testing.assert_close(got[4][same], want[4][same], rtol=2**-6, atol=2**-8)
+    flat = got[3].reshape(-1).long()
+    real = int(count) * 4
+    assert got[7][:real].tolist() == torch.sort(flat[:real], stable=True).indices.tolist()
+    assert (got[7][real:] == -1).all() and (flat[real:] == -1).all()
+    assert got[5].diff().tolist() == torch.bincount(flat[:real], minlength=experts).tolist()
+
+
+@pytest.mark.parametrize("top_k", [1, 2, 3, 4])
+def test_choice_among_zeros_of_both_signs_and_few(top_k: int) -> None:
+    """-0 ties with 0, negative logits order by value, and top_k need not be a power of two."""
+    logits = torch.tensor([[0.0, -0.0, -1.0, 0.0, -2.0], [-3.0, -1.5, -0.5, -1e30, -0.25]])
+    parts, bias = logits.reshape(1, 2, 5).contiguous(), torch.zeros(5, dtype=torch.bfloat16)
+    ids, weights = torch.empty(2, top_k, dtype=torch.int32), torch.empty(2, top_k)
+    others = [torch.empty(size, dtype=torch.int32) for size in (6, 6, 2 * top_k)]
+    triton_route.choose_and_sort(parts, bias, None, (0, 5), (ids, weights, *others))
+    assert ids.tolist() == [[0, 1, 3, 2][:top_k], [4, 2, 1, 0][:top_k]]
+    want = torch.softmax(torch.gather(logits, 1, ids.long()), -1)
+    torch.testing.assert_close(weights, want, rtol=2**-8, atol=0)
+
+
 def test_rows_of_experts_are_in_order() -> None:
     """All tokens to one expert, experts with none, and (expert, token, slot) order, on given ids."""
     ids = torch.tensor([[5, 1, 2, 7], [5, 2, 0, 1], [5, 7, 1, 3], [-1, -1, -1, -1]], dtype=torch.int32)
@@ -185,15 +233,48 @@ def test_embedding() -> None:
     assert torch.equal(got, want)
 
 
+@pytest.mark.parametrize("tokens", [3, 19])
 @pytest.mark.parametrize(("segments", "rows"), [([], 200), ([64, 64, 64], 192), ([256, 128, 128], 512)])
-def test_dense_fp8(segments: list[int], rows: int) -> None:
-    x = bf16(19, 320)
-    q, scales = torch.empty(19, 320, dtype=E4M3), torch.empty(3, 19)
+def test_dense_fp8(segments: list[int], rows: int, tokens: int) -> None:
+    x = bf16(tokens, 320)
+    q, scales = torch.empty(tokens, 320, dtype=E4M3), torch.empty(3, tokens)
     OPS.act_quant(x, 128, q, scales)
     weight = torch.randn(rows, 320).to(E4M3)
     weight_scale = torch.rand(sum(-(-s // 128) for s in (segments or [rows])), 3) + 0.5
     bias = bf16(rows, scale=100.0)
-    got, want = torch.full((19, rows), POISON), torch.full((19, rows), POISON)
+    got, want = torch.full((tokens, rows), POISON), torch.full((tokens, rows), POISON)
     triton_dense.dense_fp8(q, scales, weight, weight_scale, segments, bias, got)
     OPS.dense_fp8(q, scales, weight, weight_scale, segments, bias, want)
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("tokens", "rows", "columns"), [(1, 40, 320), (8, 24, 2880), (16, 33, 192)])
+def test_dense_of_few_tokens(tokens: int, rows: int, columns: int, out_dtype: torch.dtype) -> None:
+    x, weight, bias = bf16(tokens, columns), bf16(rows, columns), bf16(rows, scale=100.0)
+    for given in (bias, None):
+        got, want = (torch.full((tokens, rows), POISON, dtype=out_dtype) for _ in range(2))
+        triton_dense.dense(x, weight, given, got)
+        OPS.dense(x, weight, given, want)
+        torch.testing.assert_close(got.float(), want.float(), rtol=2**-6 if out_dtype == torch.bfloat16 else 1e-4,
+                                   atol=2e-3)  # fmt: skip
+
+
+@pytest.mark.parametrize("fp8", [True, False])
+def test_products_of_a_token_do_not_depend_on_the_others(fp8: bool) -> None:
+    x, weight = bf16(16, 320), bf16(40, 320)
+    q, scales, codes, unit = torch.empty(16, 320, dtype=E4M3), torch.empty(3, 16), weight.to(E4M3), torch.rand(1, 3)
+    OPS.act_quant(x, 128, q, scales)
+
+    def product(first: int, last: int) -> torch.Tensor:
+        out = torch.full((last - first, 40), POISON)
+        if fp8:
+            part = scales[:, first:last].contiguous()
+            triton_dense.dense_fp8(q[first:last].contiguous(), part, codes, unit, [], None, out)
+        else:
+            triton_dense.dense(x[first:last].contiguous(), weight, None, out)
+        return out
+
+    together = product(0, 16)
+    assert torch.equal(together[:5], product(0, 5))
+    assert torch.equal(together[11:12], product(11, 12))

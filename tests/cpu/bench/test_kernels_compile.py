@@ -47,12 +47,13 @@ from gptoss_trt.ops.schemas import SCHEMAS
 
 library = torch.library.Library("gptoss_trt", "IMPL")
 for op in SCHEMAS:
-    if op not in ("dense", "moe_gate_up", "moe_down"):
+    if op not in ("moe_gate_up", "moe_down"):
         library.impl(op, dispatch._load(dispatch._TARGETS[op, "triton"]), "CPU", allow_override=True)
 cases = Cases(model_config("tiny"), Formats(), torch.device("cpu"), 0)
 tokens = int(sys.argv[1])
-for op in ("embedding", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
-           "moe_route", "moe_combine_norm"):
+ops = ("dense",) if tokens == 1 else ()  # above, cuBLAS's
+for op in (*ops, "embedding", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
+           "moe_route", "rmsnorm_route", "moe_combine_norm"):
     for case in cases.make(op, tokens, 600, True):
         case.call(0)
 print(*sorted(set(compiled)))
@@ -73,4 +74,5 @@ def test_kernels_compile_for_hopper(tokens: int) -> None:
     assert {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_rope_kv_append_kernel", "_product_kernel"} <= set(
         names
     )
-    assert ("_small_kernel" in names) == (tokens == 1) and ("_rows_kernel" in names) == (tokens == 40)
+    few = tokens == 1
+    assert ("_small_kernel" in names) == ("_norm_router_kernel" in names) == few and ("_rows_kernel" in names) != few
