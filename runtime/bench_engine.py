@@ -78,6 +78,7 @@ class Options:
     steps: int | None
     quick: bool
     block_tokens: int
+    run_ahead: bool
     device: str | None
     seed: int
     usd_per_hour: float
@@ -101,6 +102,7 @@ class Options:
 @click.option("--steps", type=click.IntRange(1), help="Decode steps a cell, instead of 100 (--quick: 20).")
 @click.option("--quick", is_flag=True, help="Fewer steps and repetitions.")
 @click.option("--block-tokens", type=click.IntRange(1, 64), default=64, help="Tokens of a KV block.")
+@click.option("--run-ahead/--serial", default=True, help="Launch steps before the last one's tokens are known.")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is one.")
 @click.option("--seed", type=int, default=0)
 @click.option("--usd-per-hour", type=float, default=3.0, help="Price of the GPU.")
@@ -125,7 +127,7 @@ def engine(**given: Any) -> None:
     if options.steps is not None:
         effort = dataclasses.replace(effort, steps=options.steps)
     model = GraphedModel(GptOssModel(weights, where))
-    bench = Bench(model, formats, options.block_tokens, effort, options.seed)
+    bench = Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead)
     click.echo(f"{name}: ready in {time.perf_counter() - began:.1f} s", err=True)
     commit = options.commit or source_commit()
     setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour)

@@ -88,15 +88,26 @@ class BenchModel:
 class Bench:
     """Cells of one model in one set of formats; `device` is where the model is."""
 
-    def __init__(self, model: GraphedModel, formats: Formats, block_tokens: int, effort: Effort, seed: int) -> None:
+    def __init__(
+        self,
+        model: GraphedModel,
+        formats: Formats,
+        block_tokens: int,
+        effort: Effort,
+        seed: int,
+        *,
+        run_ahead: bool = True,
+    ) -> None:
         self._model = BenchModel(model)
         self._formats = formats
         self._block_tokens = block_tokens
         self._effort = effort
+        self._run_ahead = run_ahead
         self._generator = torch.Generator().manual_seed(seed)
 
     def decode(self, context: int, batch: int) -> Cell:
-        """Mean wall time of a step of `batch` sequences from `context` tokens on, growing by one a step."""
+        """Mean wall time from one step's tokens to the next's, `batch` sequences from `context` tokens on, growing by
+        one a step; running ahead, each call brings one step's tokens while the next runs."""
         steps = self._effort.steps
         self._model.pretend = True
         # The first prompts decode while the last are still read: their answers must outlast that.
@@ -118,7 +129,7 @@ class Bench:
         work, device = graphs.last_work, self._model.inner.model.device
         graph_ms = None if work is None else median_ms(device, work.replay, REPLAYS)
         bound_ms = decode_seconds(self._model.config, self._formats, batch, context) * 1e3
-        notes = {"steps": steps, "kv_fill": "random", "measured_at": "engine core"}
+        notes = {"steps": steps, "kv_fill": "random", "measured_at": "engine core", "run_ahead": self._run_ahead}
         return Cell("decode", context, batch, ms, bound_ms, graph_ms, distinct, notes)
 
     def prefill(self, tokens: int) -> Cell:
@@ -151,8 +162,9 @@ class Bench:
         """An engine core whose cache holds `batch` sequences of `tokens_each` tokens."""
         device = self._model.inner.model.device.type
         options = EngineOptions(
-            block_tokens=self._block_tokens, max_batch=batch, step_tokens=max(STEP_TOKENS, batch), prefix_cache=False
-        )
+            block_tokens=self._block_tokens, max_batch=batch, step_tokens=max(STEP_TOKENS, batch), prefix_cache=False,
+            run_ahead=self._run_ahead,
+        )  # fmt: skip
         shape = CacheShape(
             self._model.kv_block_bytes(self._block_tokens), self._block_tokens, self._model.config.sliding_window,
             batch, options.step_tokens, self._model.config.max_context,

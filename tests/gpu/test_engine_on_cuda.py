@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -19,6 +21,7 @@ from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch, load_model
+from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.loader import RankWeights, random_weights
 
 QUESTIONS = ("What is 12 + 30?", "Which city is the capital of France?", "Say hello.", "How many days has a week?")
@@ -38,12 +41,14 @@ def prompts() -> list[list[int]]:
     return [tokenizer.encode(f"<|start|>user<|message|>{question}<|end|><|start|>assistant") for question in QUESTIONS]
 
 
-def answers(core: ModelCore, sampling: Sampling, together: bool = True) -> list[list[int]]:
+def answers(
+    core: ModelCore, sampling: Sampling, together: bool = True, stop_ids: tuple[int, ...] = (200002,)
+) -> list[list[int]]:
     """The tokens of each prompt's answer, all at once or one after another."""
     found: dict[str, list[int]] = {}
     for number, ids in enumerate(prompts()):
         found[str(number)] = []
-        submit = Submit(str(number), tuple(ids), ANSWER, sampling=sampling, stop_ids=(200002,))
+        submit = Submit(str(number), tuple(ids), ANSWER, sampling=sampling, stop_ids=stop_ids)
         core.submit((0, str(number)), submit, time.time_ns())
         if not together:
             drain(core, found)
@@ -59,9 +64,9 @@ def drain(core: ModelCore, found: dict[str, list[int]]) -> None:
                 found[event.request_id] += event.token_ids
 
 
-def core_on(engine: Path, device: str) -> ModelCore:
+def core_on(engine: Path, device: str, **changes: bool) -> ModelCore:
     options = EngineOptions(
-        block_tokens=BLOCK_TOKENS, kv_bytes=64 << 20, max_batch=8, max_context=512, threads=8, device=device
+        block_tokens=BLOCK_TOKENS, kv_bytes=64 << 20, max_batch=8, max_context=512, threads=8, device=device, **changes
     )
     return load_core(engine, options)
 
@@ -123,6 +128,14 @@ def test_answers_repeat_and_do_not_depend_on_company(engine_dir: Path) -> None:
         assert same >= 1, "the first token depends on the neighbours"
 
 
+def test_running_ahead_answers_as_in_series(engine_dir: Path) -> None:
+    """All answers end with the same step, so that both compute the same batches, and rounding is the same."""
+    cores = [core_on(engine_dir, "cuda", run_ahead=ahead) for ahead in (False, True)]
+    for sampling in (Sampling(temperature=0.0), Sampling(temperature=1.0, seed=7)):
+        serial, ahead = (answers(core, sampling, stop_ids=()) for core in cores)
+        assert ahead == serial and {len(ids) for ids in ahead} == {ANSWER}
+
+
 @pytest.fixture(scope="module")
 def wide() -> GraphedModel:
     """Two full-width layers of the 20b model."""
@@ -170,6 +183,72 @@ def test_a_graph_gives_what_the_eager_step_gives(wide: GraphedModel, rows: int, 
         assert tokens[row] == int(logits[row].argmax())
     eager = wide.model.forward(StepBatch(**{k: v.cuda() for k, v in vars(batch).items()}))
     assert_rows_agree(logits, eager)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 64])
+def test_a_step_launched_ahead_gives_what_it_gives_in_series(wide: GraphedModel, rows: int) -> None:
+    """Two graphs of one shape and a mixed step in a row, nobody waiting in between; rows in another order each time."""
+    first, second = decode_batch(rows, 200), decode_batch(rows, 201)
+    draws = Draws(np.full(rows, 0.8, np.float32), np.linspace(0.02, 0.98, rows, dtype=np.float32))
+    order = np.arange(rows, dtype=np.int32)[::-1].copy()
+    mixed = mixed_batch(rows, 210)
+
+    def host(tokens: list[int], batch: StepBatch) -> StepBatch:
+        return replace(batch, token_ids=torch.tensor([tokens[row] for row in order], dtype=torch.int32))
+
+    want = [wide.launch(first, draws).tokens()]
+    want.append(wide.launch(host(want[0], second), draws).tokens())
+    given = host(want[1], decode_batch(rows, 210)).token_ids
+    mixed.token_ids[:rows] = given
+    want.append(wide.launch(mixed, draws).tokens())
+    for _ in range(5):
+        ahead = replace(draws, source=order)
+        handles = [wide.launch(first, draws), wide.launch(second, ahead)]
+        got = [handles[0].tokens()]
+        mixed.token_ids[:rows] = 0
+        handles.append(wide.launch(mixed, replace(draws, source=np.append(order, [-1] * 40).astype(np.int32))))
+        got += [handle.tokens() for handle in handles[1:]]
+        assert got == want
+
+
+def mixed_batch(rows: int, context: int) -> StepBatch:
+    """decode_batch with another sequence behind it, which reads 40 tokens of a prompt and wants no logits."""
+    batch = decode_batch(rows, context)
+    width = batch.full_blocks.shape[1]
+
+    def more(values: torch.Tensor, extra: list[int]) -> torch.Tensor:
+        return torch.cat((values, torch.tensor(extra, dtype=torch.int32)))
+
+    free = next(block for block in range(600) if block not in batch.full_blocks)
+    blocks = torch.full((1, width), -1, dtype=torch.int32)
+    window = torch.full((1, batch.window_blocks.shape[1]), -1, dtype=torch.int32)
+    blocks[0, 0] = window[0, 0] = free
+    return StepBatch(
+        token_ids=more(batch.token_ids, list(range(100, 140))),
+        positions=more(batch.positions, list(range(40))),
+        query_start=more(batch.query_start, [rows + 40]),
+        context_lens=more(batch.context_lens, [40]),
+        full_blocks=torch.cat((batch.full_blocks, blocks)),
+        window_blocks=torch.cat((batch.window_blocks, window)),
+        window_first_block=more(batch.window_first_block, [0]),
+        logits_rows=batch.logits_rows,
+    )
+
+
+def test_a_graph_made_between_two_steps_changes_neither(wide: GraphedModel) -> None:
+    first, second = decode_batch(2, 100), decode_batch(2, 101)
+    draws = Draws(np.full(2, 0.8, np.float32), np.array([0.3, 0.6], np.float32))
+    tokens = wide.launch(first, draws).tokens()
+    second.token_ids = torch.tensor(tokens, dtype=torch.int32)
+    want = wide.launch(second, draws).tokens()
+    launched = wide.launch(first, draws)
+    graphs = wide.graphs
+    assert graphs is not None
+    before = len(graphs)
+    graphs.prepare(200, 3)
+    assert len(graphs) == before + 1
+    ahead = wide.launch(second, replace(draws, source=np.array([0, 1], np.int32)))
+    assert launched.tokens() == tokens and ahead.tokens() == want
 
 
 def assert_rows_agree(got: torch.Tensor, want: torch.Tensor) -> None:
