@@ -31,6 +31,7 @@ from gptoss_trt.runtime.engine.plain_decode import DrawingModel
 from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.speculation.load import load_draft_model, make_speculator, split_memory
 from gptoss_trt.runtime.engine.steps import Model, StepRunner
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.launch import settings
@@ -43,7 +44,7 @@ CPU_KV_BYTES = 256 << 20  # a cache fills up in time, prefixes being kept: this 
 
 
 class ModelCore:
-    """An EngineCore over a model. Allocates the model's KV cache for `kv_bytes`."""
+    """An EngineCore over a model. Allocates the KV caches of the model and of a draft model for `kv_bytes` in all."""
 
     def __init__(
         self,
@@ -53,12 +54,15 @@ class ModelCore:
         kv_bytes: int,
         device: str = "cpu",
         guide_compiler: GuideCompiler | None = None,
+        draft: Model | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         options = options.resolved(device)
         config = model.config
         context = _context(model, options)
-        blocks = _cache_shape(model, options).pool_sizes(kv_bytes)
+        shape, draft_shape = _cache_shape(model, options), _cache_shape(draft, options) if draft else None
+        kv_bytes, draft_bytes = split_memory(kv_bytes, shape, draft_shape)
+        blocks = shape.pool_sizes(kv_bytes)
         model.allocate_kv(*blocks, options.block_tokens)
         self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window)
         self._compiler = guide_compiler
@@ -66,7 +70,8 @@ class ModelCore:
         self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
         self._statistics = Statistics()
         limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
-        self._scheduler = Scheduler(limits, self._cache, self._statistics)
+        speculator = make_speculator(options, device, draft, draft_shape, draft_bytes)
+        self._scheduler = Scheduler(limits, self._cache, self._statistics, speculator)
         batches_on = "cpu" if isinstance(model, DrawingModel) else device
         runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on)
         self._pipeline = Pipeline(self._scheduler, runner, runs_ahead=options.run_ahead, clock_ns=clock_ns)
@@ -145,13 +150,17 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     torch.set_num_threads(options.threads or _default_threads())
     loaded = load_model(engine_dir, device=device)
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
-    kv_bytes = options.kv_bytes or _default_kv_bytes(_cache_shape(model, options.resolved(device)), device)
+    draft = load_draft_model(options, engine_dir, model.config, device)
+    chosen = options.resolved(device)
+    shapes = [_cache_shape(each, chosen) for each in (model, draft) if each is not None]
+    kv_bytes = options.kv_bytes or _default_kv_bytes(shapes, device)
     compiler = LlguidanceCompiler(model.config.vocab_size)
-    core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler)
-    if isinstance(model, GraphedModel):
-        began = time.monotonic()
-        graphs = model.warm(options.resolved(device).max_batch)
-        log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
+    core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler, draft=draft)
+    for graphed, rows in ((model, chosen.max_batch * (1 + chosen.draft_tokens)), (draft, chosen.max_batch)):
+        if isinstance(graphed, GraphedModel):
+            began = time.monotonic()
+            graphs = graphed.warm(rows)
+            log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
     return GuidedCore(core, compiler)
 
 
@@ -176,9 +185,10 @@ def _default_threads() -> int:
     return min(wanted, max(1, (os.cpu_count() or 1) - 1))
 
 
-def _default_kv_bytes(shape: CacheShape, device: str) -> int:
+def _default_kv_bytes(shapes: list[CacheShape], device: str) -> int:
     """On a GPU most of what is free; on a CPU what one whole context takes, within a share of what is free."""
     if device == "cuda":
         free, _total = torch.cuda.mem_get_info()
         return int(free * CUDA_KV_SHARE)
-    return min(max(CPU_KV_BYTES, shape.one_context_bytes), int(psutil.virtual_memory().available * CPU_KV_SHARE))
+    wanted = sum(max(CPU_KV_BYTES, shape.one_context_bytes) for shape in shapes)
+    return min(wanted, int(psutil.virtual_memory().available * CPU_KV_SHARE))

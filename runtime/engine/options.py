@@ -15,6 +15,10 @@ from pathlib import Path
 
 from gptoss_trt.runtime.engine.core import EngineLoadError
 
+MAX_DRAFT_TOKENS = 32
+# By how tokens are drafted, the most in a step unless chosen: n-grams cost nothing, a draft model a pass each.
+DRAFT_TOKENS = {"none": 0, "ngram": 8, "draft": 4}
+
 
 @dataclass(frozen=True)
 class EngineOptions:
@@ -30,6 +34,9 @@ class EngineOptions:
     device: str = ""  # cpu or cuda; empty: cuda where there is one
     prefix_cache: bool = True
     run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
+    speculation: str = "none"  # how tokens are drafted: none, ngram or draft (by a draft engine)
+    draft_engine: str = ""  # directory of the draft engine, made absolute
+    draft_tokens: int = 0  # most tokens drafted for a sequence in one step
 
     def __post_init__(self) -> None:
         ranges = {
@@ -40,6 +47,7 @@ class EngineOptions:
             "step_tokens": (0, 1 << 20),
             "max_context": (0, 1 << 30),
             "threads": (0, 1024),
+            "draft_tokens": (0, MAX_DRAFT_TOKENS),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
@@ -49,6 +57,26 @@ class EngineOptions:
             raise EngineLoadError(f"engine option max_batch is {self.max_batch}, over step_tokens, {self.step_tokens}")
         if self.device not in ("", "cpu", "cuda"):
             raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
+        self._check_speculation()
+
+    def _check_speculation(self) -> None:
+        if self.speculation not in DRAFT_TOKENS:
+            near = difflib.get_close_matches(str(self.speculation), DRAFT_TOKENS, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise EngineLoadError(
+                f"engine option speculation is {self.speculation!r}; allowed: {', '.join(DRAFT_TOKENS)}{hint}"
+            )
+        if self.speculation == "draft" and not self.draft_engine:
+            raise EngineLoadError("engine option speculation is 'draft', which needs draft_engine=PATH")
+        if self.speculation != "draft" and self.draft_engine:
+            raise EngineLoadError(
+                f"engine option draft_engine is {self.draft_engine!r}, but speculation is {self.speculation!r}; only "
+                f"'draft' has a draft engine"
+            )
+        if self.speculation == "none" and self.draft_tokens:
+            raise EngineLoadError(f"engine option draft_tokens is {self.draft_tokens}, but speculation is 'none'")
+        if self.draft_engine:  # the engine process has another working directory
+            object.__setattr__(self, "draft_engine", str(Path(self.draft_engine).absolute()))
 
     def resolved(self, device: str) -> EngineOptions:
         """These options with the engine's choices for `device` in place of 0. Raises EngineLoadError.
@@ -63,6 +91,7 @@ class EngineOptions:
             block_tokens=self.block_tokens or block_tokens,
             max_batch=max_batch,
             step_tokens=self.step_tokens or max(step_tokens, max_batch),
+            draft_tokens=self.draft_tokens or DRAFT_TOKENS[self.speculation],
         )
 
     @classmethod

@@ -6,6 +6,7 @@ number. Must not know blocks or the queue.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from collections.abc import Sequence as Items
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -16,6 +17,7 @@ from gptoss_trt.runtime.engine.messages import Sampling, Submit
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, is_greedy, uniform
 from gptoss_trt.runtime.engine.scheduler import Outcome, Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.speculation.verify import choose_at_once
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import Draws
 
@@ -49,21 +51,22 @@ class _Wish(NamedTuple):
     temperature: float  # 0 when greedy
 
 
-def is_drawn(works: Items[Work], most: int) -> bool:
+def is_drawn(works: Items[Work], most: int, *, drafts: bool = False) -> bool:
     """Whether the model can draw all tokens of a step: every work brings at most the next token of a sequence that
-    wants no more than that, and they are `most` or fewer."""
+    wants no more than that, or with `drafts` one for each token of its draft too, and they are `most` or fewer."""
     draws = 0
     for work in works:
         if not work.samples:
             if work.logits:
                 return False
             continue
-        draws += 1
+        rows = 1 + len(work.draft) if drafts else 1
+        draws += rows
         sequence = work.sequence
         wish = _wish(sequence.request)
-        if work.logits != 1 or not wish.token_only or sequence.lacks_prompt_logprobs:
+        if work.logits != rows or not wish.token_only or sequence.lacks_prompt_logprobs:
             return False
-        if work.start + work.count - sequence.prompt_tokens < wish.unstoppable:
+        if work.start + work.count - len(work.draft) - sequence.prompt_tokens < wish.unstoppable:
             return False
     return draws <= most
 
@@ -77,17 +80,26 @@ def draws_of(works: Items[Work], source: NDArray[np.int32] | None) -> tuple[Draw
             sequence = work.sequence
             request = sequence.request
             temperature = _wish(request).temperature
-            position = work.start + work.count - sequence.prompt_tokens
-            sequences.append(sequence)
-            temperatures.append(temperature)
-            shares.append(uniform(request.seed, sequence.index, position) if temperature else 0.0)
+            last = work.start + work.count - sequence.prompt_tokens
+            for position in range(last - len(work.draft), last + 1):
+                sequences.append(sequence)
+                temperatures.append(temperature)
+                shares.append(uniform(request.seed, sequence.index, position) if temperature else 0.0)
     return Draws(np.array(temperatures, np.float32), np.array(shares, np.float32), source), sequences
 
 
 def outcomes_of(works: Items[Work], tokens: Items[int]) -> list[Outcome]:
-    """One outcome a work, in order; `tokens` of those that sample, -1 for logits that are not finite."""
+    """One outcome a work, in order; `tokens` of those that sample and of their drafts, -1 for logits that are not
+    finite."""
     drawn = iter(tokens)
-    return [_outcome(next(drawn)) if work.samples else Outcome() for work in works]
+    return [_outcome_of(work, drawn) if work.samples else Outcome() for work in works]
+
+
+def _outcome_of(work: Work, drawn: Iterator[int]) -> Outcome:
+    first = _outcome(next(drawn))
+    if not work.draft:
+        return first
+    return choose_at_once(work, [first, *(_outcome(next(drawn)) for _ in work.draft)])
 
 
 def _outcome(token: int) -> Outcome:

@@ -6,21 +6,23 @@ always advances, so nothing starves. Pure: time comes as an argument; no tensors
 A step: (1) cancelled and late requests end; (2) running sequences that decode get one token each, best rank first, and
 take blocks from the worst ranked when the pool is empty (that one is paused and later recomputed); (3) running prompts
 get chunks of the tokens left in the budget; (4) waiting sequences are admitted while their blocks fit, in the queue's
-order and without overtaking. All full-attention blocks of a prompt are taken at its admission, so half-read prompts
-never fight.
+order and without overtaking; (5) what budget and blocks are left go to drafts of what the decoding sequences may say
+next. All full-attention blocks of a prompt are taken at its admission, so half-read prompts never fight.
 
 A step may be planned ahead, while the one before it runs: its sequences count as if that step had ended, with a token
 that is awaited. What then holds: (a) a sequence whose awaited token is its last by max_tokens is left out; one that
 ends otherwise (stop, cancel, deadline, failure) has a row in the step ahead whose outcome nobody takes. (b) The blocks
 of a sequence that ended go back when the last step that was planned with it is committed, so none of them has another
 owner while a step writes it, and no block is known by its content before its step is committed. (c) Nobody is paused
-ahead: where blocks lack, the step ahead is given up, and the next is planned when the one that runs is committed.
+ahead: where blocks lack, the step ahead is given up, and the next is planned when the one that runs is committed. So
+it is where a draft would pay, for drafts follow known tokens.
 """
 
 from __future__ import annotations
 
 import bisect
 import hashlib
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,7 +40,8 @@ from gptoss_trt.runtime.engine.messages import (
     Tokens,
 )
 from gptoss_trt.runtime.engine.metrics import Statistics
-from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.sequence import Request, Sequence, end_reason
+from gptoss_trt.runtime.engine.speculation.speculator import Speculator
 from gptoss_trt.runtime.engine.waiting import WaitingQueue
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits that one prompt chunk may ask for: 64 x 201,088 fp32 are 51 MB
@@ -60,27 +63,31 @@ class SchedulerLimits:
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """Tokens [start, start + count) of a sequence; logits are wanted of the last `logits` of them (0: none)."""
+    """Tokens [start, start + count) of a sequence; logits are wanted of the last `logits` of them (0: none). The last
+    of them are a `draft`, which is not among the sequence's tokens; each of them and the one before has logits."""
 
     sequence: Sequence
     start: int
     count: int
     logits: int
+    draft: tuple[int, ...] = ()
 
     @property
     def samples(self) -> bool:
         """Whether this work ends with a new token (until its own is committed). Planned ahead, it may begin with a
         token that is awaited."""
-        return self.start + self.count >= len(self.sequence.tokens)
+        return self.start + self.count - len(self.draft) >= len(self.sequence.tokens)
 
 
 class Outcome(NamedTuple):
-    """What a step made of one Work: a token (when it samples), or what went wrong."""
+    """What a step made of one Work: a token (when it samples), or what went wrong. `following`: the tokens behind it,
+    as many as tokens of the work's draft came true before the sequence's end."""
 
     token: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after each row
     failure: str | None = None
+    following: tuple[Outcome, ...] = ()
 
 
 @dataclass
@@ -98,8 +105,11 @@ class Scheduler:
     A plan is committed or withdrawn, in the order of planning; `plan_ahead` makes one while one is not committed.
     """
 
-    def __init__(self, limits: SchedulerLimits, cache: KvCache, statistics: Statistics) -> None:
+    def __init__(
+        self, limits: SchedulerLimits, cache: KvCache, statistics: Statistics, speculator: Speculator | None = None
+    ) -> None:
         self._limits = limits
+        self._speculator = speculator
         self._cache = cache
         self._statistics = statistics
         self._requests: dict[RequestKey, Request] = {}
@@ -179,11 +189,15 @@ class Scheduler:
                     break
                 self._pause(self._running[-1])  # nobody advances: the first in rank must
         self._admit(plan, now_ns)
+        if self._speculator is not None:
+            self._speculator.add_drafts(plan, self._cache, self._limits.step_tokens, spare_blocks=len(self._running))
         return plan
 
     def plan_ahead(self, now_ns: int) -> StepPlan | None:
         """The step behind one that is planned and not committed; None when that one's outcome must be seen first."""
         self._end_cancelled_and_late(now_ns)
+        if self._speculator is not None and self._speculator.wants([s for s in self._running if s.decoding]):
+            return None
         plan = StepPlan()
         prompts = []
         for sequence in self._running:
@@ -296,15 +310,34 @@ class Scheduler:
             if outcome.failure is not None:
                 self._fail(sequence.request, "INTERNAL", outcome.failure, trusted=False)
                 continue
+            if work.draft:
+                self._take_drafted(sequence, work.draft, outcome, now_ns)
+                continue
             self._cache.advance(sequence, work.count)
             if outcome.prompt_logprobs:
                 sequence.request.prompt_logprobs.extend(outcome.prompt_logprobs)
             if outcome.token is not None:
-                self._take_token(sequence, outcome.token, outcome.logprobs, now_ns)
+                sequence.tokens.append(outcome.token)
+                entries = None if outcome.logprobs is None else (outcome.logprobs,)
+                self._tell(sequence, (outcome.token,), entries, now_ns)
 
-    def _take_token(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now_ns: int) -> None:
+    def _take_drafted(self, sequence: Sequence, draft: tuple[int, ...], outcome: Outcome, now_ns: int) -> None:
+        """Several tokens of one step. Keys of the rejected rest lie beyond what is computed: the next step writes over
+        them, and no block is known by a hash of them."""
+        chosen = (outcome, *outcome.following)
+        tokens = tuple(each.token for each in chosen if each.token is not None)
+        sequence.tokens.extend(tokens)
+        self._cache.advance(sequence, len(tokens))
+        if self._speculator is not None:
+            self._speculator.learn(sequence, len(draft), sum(map(operator.eq, tokens, draft)))
+        entries = tuple(each.logprobs for each in chosen if each.logprobs is not None)
+        self._tell(sequence, tokens, entries or None, now_ns)
+
+    def _tell(
+        self, sequence: Sequence, tokens: tuple[int, ...], entries: tuple[TokenLogprobs, ...] | None, now_ns: int
+    ) -> None:
+        """Sends the latest tokens of a sequence, and ends it when they were its last."""
         request = sequence.request
-        sequence.tokens.append(token)
         if sequence.output_tokens == 1:
             sequence.first_token_ns = now_ns
             if sequence.index == 0:
@@ -312,9 +345,8 @@ class Scheduler:
                 for sibling in request.sequences[1:]:
                     self._waiting.add(sibling)  # the prompt's blocks are known now
         sequence.last_token_ns = now_ns
-        self._statistics.generated_tokens += 1
-        entries = None if logprobs is None else (logprobs,)
-        self._events.append((request.key, Tokens(request.submit.request_id, sequence.index, (token,), entries)))
+        self._statistics.generated_tokens += len(tokens)
+        self._events.append((request.key, Tokens(request.submit.request_id, sequence.index, tokens, entries)))
         reason = end_reason(sequence)
         if reason is not None:
             self._finish(sequence, reason)
@@ -356,15 +388,3 @@ class Scheduler:
                 self._cache.release(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence, served=False)
-
-
-def end_reason(sequence: Sequence) -> FinishReason | None:
-    """Why the sequence ends with its last token: a stop id or sequence (both from min_tokens on), or its length."""
-    submit, tokens, done = sequence.request.submit, sequence.tokens, sequence.output_tokens
-    if done >= submit.min_tokens:
-        if tokens[-1] in submit.stop_ids:
-            return "stop"
-        for stop in submit.stop_sequences:
-            if len(stop) <= done and tuple(tokens[-len(stop) :]) == stop:
-                return "stop"
-    return "length" if done >= submit.max_tokens else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gptoss_trt.runtime.engine.core import RequestKey
-from gptoss_trt.runtime.engine.messages import Submit, TokenLogprobs, Usage
+from gptoss_trt.runtime.engine.messages import FinishReason, Submit, TokenLogprobs, Usage
 
 
 @dataclass(eq=False)
@@ -45,6 +45,8 @@ class Sequence:
     first_scheduled_ns: int = 0
     first_token_ns: int = 0
     last_token_ns: int = 0
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
     def __post_init__(self) -> None:
         self.prompt_tokens = len(self.request.submit.token_ids)
@@ -82,6 +84,8 @@ class Sequence:
             first_scheduled_ns=self.first_scheduled_ns,
             first_token_ns=self.first_token_ns,
             last_token_ns=self.last_token_ns,
+            draft_tokens=self.draft_tokens,
+            accepted_draft_tokens=self.accepted_draft_tokens,
         )
 
 
@@ -112,3 +116,15 @@ class Request:
     def deadline_ns(self) -> int | None:
         deadline_ms = self.submit.deadline_ms
         return None if deadline_ms is None else self.arrival_ns + deadline_ms * 1_000_000
+
+
+def end_reason(sequence: Sequence) -> FinishReason | None:
+    """Why the sequence ends with its last token: a stop id or sequence (both from min_tokens on), or its length."""
+    submit, tokens, done = sequence.request.submit, sequence.tokens, sequence.output_tokens
+    if done >= submit.min_tokens:
+        if tokens[-1] in submit.stop_ids:
+            return "stop"
+        for stop in submit.stop_sequences:
+            if len(stop) <= done and tuple(tokens[-len(stop) :]) == stop:
+                return "stop"
+    return "length" if done >= submit.max_tokens else None

@@ -21,6 +21,7 @@ from gptoss_trt.runtime.engine.plain_decode import DrawingModel, Launched, draws
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
 from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.speculation.verify import choose_by_round, drafted, is_verification, one_token_rows
 from gptoss_trt.runtime.engine.table_rows import Ints, TableRows
 from gptoss_trt.runtime.model.batch import StepBatch
 
@@ -62,6 +63,7 @@ class StepRunner:
         self._drawing = model if isinstance(model, DrawingModel) else None
         self._sampler = sampler
         self._device = device
+        self._block_tokens = block_tokens
         self._table_rows = TableRows(block_tokens, model.config.sliding_window)
 
     def launch(self, plan: StepPlan, before: Flight | None) -> Flight | None:
@@ -107,21 +109,25 @@ class StepRunner:
         return self._run(works[:half]) + self._run(works[half:])
 
     def _attempt(self, works: list[Work]) -> list[Outcome]:
-        batch = assemble(works, self._table_rows, self._device)
-        if self._drawing is not None and is_drawn(works, self._drawing.most_draws):
-            draws, _ = draws_of(works, None)
-            return outcomes_of(works, self._drawing.launch(batch, draws).tokens())
+        with drafted(works):
+            batch = assemble(works, self._table_rows, self._device)
+        if self._drawing is not None:
+            if is_verification(works):
+                batch = one_token_rows(batch, self._block_tokens, self._model.config.sliding_window)
+            if is_drawn(works, self._drawing.most_draws, drafts=True):
+                draws, _ = draws_of(works, None)
+                return outcomes_of(works, self._drawing.launch(batch, draws).tokens())
         logits = self._model.forward(batch)
         ends = np.cumsum([work.logits for work in works]).tolist()
         prompts = [_prompt_part(logits[end - work.logits : end], work) for work, end in zip(works, ends, strict=True)]
-        sampling = [(work, end - 1) for work, end in zip(works, ends, strict=True) if work.samples]
-        rows = logits if len(sampling) == len(logits) else logits[[row for _, row in sampling]]
-        chosen = iter(self._sampler.sample(rows, [work.sequence for work, _ in sampling]) if sampling else ())
+        sampling = [(work, end - 1 - len(work.draft)) for work, end in zip(works, ends, strict=True) if work.samples]
+        rows = [row for _, row in sampling]
+        chosen = iter(choose_by_round([work for work, _ in sampling], rows, logits, self._sampler.sample))
         outcomes = []
         for work, prompt in zip(works, prompts, strict=True):
             outcome = next(chosen) if work.samples else Outcome()
             failure = outcome.failure or prompt.failure
-            outcomes.append(Outcome(outcome.token, outcome.logprobs, prompt.prompt_logprobs, failure))
+            outcomes.append(outcome._replace(prompt_logprobs=prompt.prompt_logprobs, failure=failure))
         return outcomes
 
 

@@ -1,0 +1,1 @@
+"""Speculative decoding: drafts of the next tokens, how many to try, and their exact verification."""

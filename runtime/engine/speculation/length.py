@@ -1,0 +1,102 @@
+"""How many draft tokens each sequence gets: what makes the step yield most tokens per time.
+
+Invariant: a pure function of what was accepted so far and of the batch; a step without drafts is always among the
+choices. Must not know tokens, models or clocks.
+
+Of a sequence whose drafts are accepted with probability p each, the k-th draft token yields p^k tokens. A step of R
+rows takes StepCost(R). Rows are given out in order of their yield while tokens per time grow.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+
+MEMORY = 0.8  # weight of what was known before a verification
+PRIOR = (2.0, 3.0)  # accepted of tried, before anything is known: 2 of 3 pays for a try at a small batch
+FIRST_PROBE = 16  # tokens without drafts before one is tried again, doubled each time that it fails
+LAST_PROBE = 256
+MISSES_A_TOKEN = 4  # so many times without a draft let one more token pass before the drafter is asked again
+LONGEST_SLEEP = 6  # tokens
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Time of a step by its rows, in times of a step of one row: straight lines through `points` (rows, cost), none
+    beyond the last: more rows than that are never worth a draft."""
+
+    points: tuple[tuple[int, float], ...]
+
+    @property
+    def most_rows(self) -> int:
+        return self.points[-1][0]
+
+    def __call__(self, rows: int) -> float:
+        if rows > self.most_rows:
+            return math.inf
+        place = bisect.bisect_left(self.points, (rows, 0.0))
+        right, above = self.points[place]
+        if right == rows:
+            return above
+        left, below = self.points[place - 1]
+        return below + (above - below) * (rows - left) / (right - left)
+
+
+class Acceptance:
+    """What one sequence's drafts have come to."""
+
+    def __init__(self) -> None:
+        self._accepted, self._tried = PRIOR
+        self._pause = FIRST_PROBE
+        self._misses = 0
+        self._awake_at = 0
+        self._probe_at = 0  # output tokens from which on a draft is tried although few were accepted
+
+    @property
+    def rate(self) -> float:
+        """Probability that a draft token is accepted when those before it were."""
+        return self._accepted / self._tried
+
+    def add(self, drafted: int, accepted: int, output_tokens: int) -> None:
+        """A verification: `accepted` of `drafted` tokens, of a sequence that now has `output_tokens`."""
+        tried = min(accepted + 1, drafted)  # nothing was learned of those behind the first wrong one
+        self._accepted = self._accepted * MEMORY + accepted
+        self._tried = self._tried * MEMORY + tried
+        self._pause = FIRST_PROBE if accepted else min(2 * self._pause, LAST_PROBE)
+        self._probe_at = output_tokens + self._pause
+
+    def found(self, anything: bool, output_tokens: int) -> None:
+        """The drafter was asked and had a draft, or had not: where it seldom has, steps need not wait for it."""
+        self._misses = 0 if anything else self._misses + 1
+        asleep = 0 if anything else 1 + min(self._misses // MISSES_A_TOKEN, LONGEST_SLEEP)
+        self._awake_at = output_tokens + asleep
+
+    def is_awake(self, output_tokens: int) -> bool:
+        """Whether the drafter is to be asked."""
+        return output_tokens >= self._awake_at
+
+    def hope(self, output_tokens: int) -> float:
+        """The rate to plan with: from time to time that of a sequence of which nothing is known, for texts change."""
+        return max(self.rate, PRIOR[0] / PRIOR[1]) if output_tokens >= self._probe_at else self.rate
+
+
+def draft_lengths(rates: Items[float], limits: Items[int], rows: int, cost: StepCost) -> list[int]:
+    """Draft tokens for each sequence with the acceptance `rates`, at most `limits`, in a step that has `rows` rows
+    without them and yields a token for each."""
+    yields = sorted(
+        (-(rate**place), number)
+        for number, (rate, limit) in enumerate(zip(rates, limits, strict=True))
+        for place in range(1, min(limit, cost.most_rows) + 1)
+    )
+    base = len(rates)
+    best, chosen, expected = base / cost(rows) if rows <= cost.most_rows else math.inf, 0, float(base)
+    for added, (negative, _) in enumerate(yields[: max(0, cost.most_rows - rows)], 1):
+        expected -= negative
+        if expected / cost(rows + added) > best:
+            best, chosen = expected / cost(rows + added), added
+    lengths = [0] * base
+    for _, number in yields[:chosen]:
+        lengths[number] += 1
+    return lengths
