@@ -60,6 +60,7 @@ class Submit:
     deadline_ms: int | None = None  # from admission by the engine process
     cache_salt: str = ""
     guides: tuple[Guide, ...] = ()
+    trace: str = ""  # W3C traceparent of the span that the engine's spans belong to
 
 
 @dataclass(frozen=True)

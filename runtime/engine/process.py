@@ -53,14 +53,24 @@ class _JsonLines(logging.Formatter):
 def core_loader(engine_dir: Path, options: Path) -> Callable[[], EngineCore]:
     """A function that loads the engine in `engine_dir`: the scripted one if scripted.json stands there."""
     if (engine_dir / SCRIPT_NAME).is_file():
-        return lambda: _load_scripted(engine_dir)
+        return lambda: _traced(_load_scripted(engine_dir))
 
     def load() -> EngineCore:
         from gptoss_trt.runtime.engine.model_core import load_core
 
-        return load_core(engine_dir, EngineOptions.read(options))
+        return _traced(load_core(engine_dir, EngineOptions.read(options)))
 
     return load
+
+
+def _traced(core: EngineCore) -> EngineCore:
+    """The core with its spans sent where GPTOSS_TRT_OTLP_URL says."""
+    url = settings.read("GPTOSS_TRT_OTLP_URL")
+    if not url:
+        return core
+    from gptoss_trt.runtime.engine.tracing import traced
+
+    return traced(core, url)
 
 
 def _load_scripted(engine_dir: Path) -> EngineCore:

@@ -5,6 +5,7 @@ Invariant: what it prints first was answered by a real request. The life after t
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import signal
@@ -74,6 +75,10 @@ Examples:
     metavar="NAME=VALUE",
     help="Option of the engine process, e.g. max_batch=64 or step_tokens=512 (repeatable).",
 )
+@click.option("--otlp-url", default="", help="Send traces there (OTLP over HTTP, as http://HOST:4318/v1/traces).")
+@click.option(
+    "--trace-rate", default=1, type=click.IntRange(1), show_default=True, help="Trace one request of so many."
+)
 @click.option("--verbose", default=0, show_default=True, help="tritonserver's --log-verbose.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as one JSON line.")
 def serve(
@@ -110,6 +115,8 @@ def serve(
         options = replace(options, engine=parse_engine_options(engine_options))
     except EngineLoadError as error:
         raise click.UsageError(str(error)) from error
+    if options.otlp_url and importlib.util.find_spec("opentelemetry") is None:
+        raise click.UsageError("--otlp-url needs the Python package 'opentelemetry': pip install 'gptoss-trt[trace]'")
     signals = Signals()
     start = time.monotonic()
     try:

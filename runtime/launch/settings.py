@@ -52,6 +52,7 @@ VARIABLES: Mapping[str, Variable] = {
         Variable("GPTOSS_TRT_STATE_DIR", "", _optional_path, "folder for sockets, logs and the assembled repository"),
         Variable("GPTOSS_TRT_TRITONSERVER", "", _optional_path, "the tritonserver binary to run"),
         Variable("GPTOSS_TRT_THREADS", "2", _positive, "CPU threads of the engine, less one core for the server"),
+        Variable("GPTOSS_TRT_OTLP_URL", "", str, "where the engine sends its spans (OTLP over HTTP); empty: nowhere"),
         Variable("GPTOSS_TRT_LOG_LEVEL", "INFO", _log_level, "how much the engine and the models log"),
     )
 }

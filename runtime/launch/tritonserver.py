@@ -76,6 +76,8 @@ class ServerOptions:
     drain_s: float = 30.0
     verbose: int = 0
     server_arguments: tuple[str, ...] = ()
+    otlp_url: str = ""  # where server and engine send their spans (OTLP over HTTP)
+    trace_rate: int = 1  # one request of so many is traced
     engine: EngineOptions = field(default_factory=EngineOptions)
 
 
@@ -127,8 +129,16 @@ class TritonServer:
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
             f"--log-verbose={options.verbose}",
+            *self._trace_arguments(),
             *options.server_arguments,
         ]
+
+    def _trace_arguments(self) -> list[str]:
+        if not self.options.otlp_url:
+            return []
+        settings = ("mode=opentelemetry", "level=TIMESTAMPS", f"rate={self.options.trace_rate}")
+        return [*(f"--trace-config={text}" for text in settings),
+                f"--trace-config=opentelemetry,url={self.options.otlp_url}"]  # fmt: skip
 
     def start(self, binary: ServerBinary) -> None:
         """Assembles the folder and starts the process; its output goes to `log_path`."""
@@ -146,6 +156,8 @@ class TritonServer:
         self.options.engine.write(EngineHome.of(self.options.engine_dir, self.folder).options)
         environment = server_environment(binary)
         environment["GPTOSS_TRT_STATE_DIR"] = str(self.folder)
+        if self.options.otlp_url:
+            environment["GPTOSS_TRT_OTLP_URL"] = self.options.otlp_url
         with self.log_path.open("wb") as log:
             self.process = subprocess.Popen(
                 self.command(binary, repository, backends),

@@ -13,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from gptoss_trt.runtime.engine.messages import Error, ErrorCode, Event, Finished, Submit, Tokens
@@ -36,6 +37,8 @@ CLOSE_TIMEOUT_S = 5.0
 
 class Responder(Protocol):
     """The way back to one Triton request."""
+
+    trace: str  # W3C traceparent of the request's span; empty when it is not traced
 
     def send(self, arrays: Arrays, *, final: bool) -> None: ...
 
@@ -113,7 +116,7 @@ class Delivery:
             whole = len(answers) == 1
             streams = [_Stream(request, submit.request_id, answer, whole=whole) for answer in answers]
             request.streams += streams
-            submits.append((submit, streams))
+            submits.append((replace(submit, trace=responder.trace) if responder.trace else submit, streams))
         with self._lock:
             self._live[id(request)] = request
             self._open_ids.update(submit.request_id for submit, _ in submits)

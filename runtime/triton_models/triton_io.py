@@ -45,6 +45,12 @@ def response(arrays: Mapping[str, Any]) -> Any:
     return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
 
+def trace_parent(request: Any) -> str:
+    """The W3C traceparent of the span that the server opened for this request; empty when it traces nothing."""
+    context = request.trace().get_context()  # JSON of propagation headers in OpenTelemetry mode, else None
+    return str(json.loads(context).get("traceparent", "")) if context else ""
+
+
 def error_response(error: RefusalError) -> Any:
     """An InferenceResponse that carries the error with its Triton code."""
     return pb_utils.InferenceResponse(
@@ -67,6 +73,7 @@ class TritonResponder:
     """Answers one request. `send` and `fail` are called by one thread, `is_cancelled` by another."""
 
     def __init__(self, request: Any, *, decoupled: bool) -> None:
+        self.trace = trace_parent(request)
         self._decoupled = decoupled
         self._sender = request.get_response_sender()
         self._wanted = frozenset(request.requested_output_names())
