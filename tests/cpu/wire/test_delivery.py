@@ -32,6 +32,8 @@ class PlayedEngine:
 
 
 class PlayedClient:
+    trace = ""
+
     def __init__(self, send_s: float = 0.0) -> None:
         self.got: queue.Queue[tuple[Any, bool]] = queue.Queue()
         self.gone = False
