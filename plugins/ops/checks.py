@@ -67,6 +67,15 @@ _ROWS = (
     _Tensor("active_experts", "E+1", _I32),
 )
 
+_ROTATED = (
+    _Tensor("cos_sin", "_ D", _F32),
+    _Tensor("q", "T heads D", _BF16),
+    _Tensor("k_cache", "blocks kv_heads block_tokens D", _CACHE),
+    _Tensor("v_cache", "blocks kv_heads block_tokens D", _CACHE),
+    _Tensor("positions", "T", _I32),
+    _Tensor("slots", "T", _I32),
+)
+
 _ROUTED = (
     _Tensor("token_count", "1", _I32),
     _Tensor("expert_ids", "T k", _I32),
@@ -106,14 +115,14 @@ _TENSORS: dict[str, tuple[_Tensor, ...]] = {
         _Tensor("first_block", "S", _I32),
         _Tensor("slots", "T", _I32),
     ),
-    "rope_kv_append": (
-        _Tensor("cos_sin", "_ D", _F32),
-        _Tensor("q", "T heads D", _BF16),
-        _Tensor("k_cache", "blocks kv_heads block_tokens D", _CACHE),
-        _Tensor("v_cache", "blocks kv_heads block_tokens D", _CACHE),
-        _Tensor("qkv", "T _", _BF16),
-        _Tensor("positions", "T", _I32),
-        _Tensor("slots", "T", _I32),
+    "rope_kv_append": (*_ROTATED, _Tensor("qkv", "T _", _BF16)),
+    "dense_rope_kv_append": (
+        _Tensor("x", "T K", (*_BF16, *_FP8)),
+        _Tensor("x_scale", "K/128 T", _F32),
+        _Tensor("weight", "N K", (*_BF16, *_FP8)),
+        _Tensor("weight_scale", "_ K/128", _F32),
+        _Tensor("bias", "N", _BF16),
+        *_ROTATED,
     ),
     "attention_prefill": (*_PAGED, _Tensor("query_start", "S+1", _I32)),
     "attention_decode": _PAGED,
@@ -155,6 +164,13 @@ _TENSORS: dict[str, tuple[_Tensor, ...]] = {
         _Tensor("rows", "T k H", _WIDE),
         _Tensor("expert_ids", "T k", _I32),
         _Tensor("out", "T H", _WIDE),
+    ),
+    "sample": (
+        _Tensor("logits", "R V", _F32),
+        _Tensor("temperature", "R", _F32),
+        _Tensor("share", "R", _F32),
+        _Tensor("tokens", "R", _I32),
+        _Tensor("fed", "R", _I32),
     ),
     "moe_combine_norm": (
         _Tensor("rows", "T k H", _WIDE),
@@ -286,12 +302,27 @@ def _block_tokens(op: str, _values: Values, sizes: Sizes) -> None:
 
 def _rope(op: str, values: Values, sizes: Sizes) -> None:
     _block_tokens(op, values, sizes)
-    width = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["D"]
-    if values["qkv"].shape[1] != width:
+    _qkv_width(op, "qkv has", values["qkv"].shape[1], "columns", sizes)
+
+
+def _qkv_width(op: str, what: str, width: int, unit: str, sizes: Sizes) -> None:
+    needed = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["D"]
+    if width != needed:
         raise ArgumentError(
-            f"{op}: qkv has {values['qkv'].shape[1]} columns; {sizes['heads']} query and {sizes['kv_heads']} KV heads "
-            f"of {sizes['D']} need {width}"
+            f"{op}: {what} {width} {unit}; {sizes['heads']} query and {sizes['kv_heads']} KV heads of {sizes['D']} "
+            f"need {needed}"
         )
+
+
+def _dense_rope(op: str, values: Values, sizes: Sizes) -> None:
+    _block_tokens(op, values, sizes)
+    _qkv_width(op, "weight has", sizes["N"], "rows", sizes)
+    fp8 = [values[name].dtype == torch.float8_e4m3fn for name in ("x", "weight")]
+    scaled = [values[name] is not None for name in ("x_scale", "weight_scale")]
+    if len({*fp8, *scaled}) != 1:
+        raise ArgumentError(f"{op}: e4m3 in x, weight: {fp8}; scales for x, weight: {scaled}; all or none")
+    if fp8[0]:
+        _dense_fp8(op, values, sizes)
 
 
 def _attention(op: str, values: Values, sizes: Sizes) -> None:
@@ -362,6 +393,7 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "dense_fp8": _dense_fp8,
     "kv_slots": _block_tokens,
     "rope_kv_append": _rope,
+    "dense_rope_kv_append": _dense_rope,
     "attention_prefill": _attention,
     "attention_decode": _decode,
     "moe_route": _route,

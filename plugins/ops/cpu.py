@@ -16,6 +16,7 @@ from gptoss_trt.reference import moe_combine as combine_reference
 from gptoss_trt.reference import moe_gemm_fp8
 from gptoss_trt.reference import moe_route as route_reference
 from gptoss_trt.reference import rope_kv_append as rope_reference
+from gptoss_trt.reference import sample as sample_reference
 from gptoss_trt.reference.act_quant import act_dequant
 from gptoss_trt.reference.act_quant import act_quant as quantise
 from gptoss_trt.reference.attention import PagedKv
@@ -98,6 +99,30 @@ def rope_kv_append(
     rope_reference.store_kv(v, slots, v_scale, v_cache)
 
 
+def dense_rope_kv_append(
+    x: Tensor,
+    x_scale: Tensor | None,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    segments: list[int],
+    bias: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    k_scale: float,
+    v_scale: float,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    qkv = x.new_empty((len(x), weight.shape[0]), dtype=torch.bfloat16)
+    if x_scale is None or weight_scale is None:
+        dense(x, weight, bias, qkv)
+    else:
+        dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
+    rope_kv_append(qkv, positions, cos_sin, slots, k_scale, v_scale, q, k_cache, v_cache)
+
+
 def attention_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -135,6 +160,11 @@ def attention_decode(
 ) -> None:
     kv = PagedKv(k_cache, v_cache, block_table, first_block, k_scale, v_scale)
     out.copy_(attention_reference.attention_decode(q, kv, context_lens, sinks, window=window, scale=scale))
+
+
+def sample(logits: Tensor, temperature: Tensor, share: Tensor, tokens: Tensor, fed: Tensor) -> None:
+    tokens.copy_(sample_reference.sample(logits, temperature, share))
+    torch.clamp(tokens, min=0, out=fed)
 
 
 def moe_route(

@@ -28,6 +28,7 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("dense_fp8", "triton"): f"{_KERNELS}.dense:dense_fp8",
     ("kv_slots", "triton"): f"{_KERNELS}.rope_kv_append:kv_slots",
     ("rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:rope_kv_append",
+    ("dense_rope_kv_append", "triton"): f"{_KERNELS}.dense_rope_kv_append:dense_rope_kv_append",
     ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
     ("attention_decode", "triton"): f"{_KERNELS}.attention:attention_decode",
     ("moe_route", "triton"): f"{_KERNELS}.moe_route:moe_route",
@@ -36,8 +37,7 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("moe_down", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_down",
     ("moe_combine", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine",
     ("moe_combine_norm", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine_norm",
-    ("attention_prefill", "cuda"): "gptoss_trt.ops.attention:attention_prefill",
-    ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
+    ("sample", "triton"): f"{_KERNELS}.sample:sample",
     ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",
     ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
 }

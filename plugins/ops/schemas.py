@@ -112,6 +112,15 @@ _TABLE = (
         saturate(v / v_scale); for bf16 caches both scales are 1.""",
     ),
     OpSchema(
+        "dense_rope_kv_append",
+        "Tensor x, Tensor? x_scale, Tensor weight, Tensor? weight_scale, int[] segments, Tensor? bias, "
+        "Tensor positions, Tensor cos_sin, Tensor slots, float k_scale, float v_scale, "
+        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache",
+        """rope_kv_append of bf16(x @ weight^T + bias): dense where x is bf16 and both scales are None, else dense_fp8.
+
+        Shapes as in those three; N = (heads + 2 kv_heads) * head_dim.""",
+    ),
+    OpSchema(
         "attention_prefill",
         "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor? first_block, Tensor query_start, "
         "Tensor context_lens, Tensor sinks, int window, float scale, float k_scale, float v_scale, Tensor(a!) out",
@@ -131,6 +140,16 @@ _TABLE = (
         """attention_prefill for the same number of new tokens in every sequence: T / S, at most 8 (1 in plain decode).
         A KV range split over blocks merges (o, lse); the sink enters in the merge only. Sequences with context_len 0
         (padding) get zeros.""",
+    ),
+    OpSchema(
+        "sample",
+        "Tensor logits, Tensor temperature, Tensor share, Tensor(a!) tokens, Tensor(b!) fed",
+        """tokens[r] = the best column of logits[r] (the lowest of equals) where temperature[r] is 0, else the first whose
+        cumulated softmax(logits[r] / temperature[r]) passes share[r], in the order of columns; -1 where a row holds NaN
+        or its maximum is infinite. fed = max(tokens, 0): ids that exist, for the next step to read.
+
+        logits fp32 [R, V], not changed; temperature, share fp32 [R], share in [0, 1); tokens, fed int32 [R]. TOKENS:
+        sums may differ by rounding, so a share within rounding of a column's edge may take its neighbour.""",
     ),
     OpSchema(
         "moe_route",

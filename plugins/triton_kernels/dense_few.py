@@ -30,63 +30,88 @@ class Tile:
     stages: int = 4
     prefetch: bool = True
 
+    def options(self, tokens: int, row_bytes: int) -> dict[str, int | bool]:
+        """What a kernel is launched with; a row of the weight has row_bytes."""
+        return {
+            "ROWS": self.rows, "WARPS": self.warps, "STEP": self.step, "STAGES": self.stages,
+            "AHEAD": self.rows * row_bytes if self.prefetch else 0, "TILE_T": 8 if tokens <= 8 else MOST_TOKENS,
+            "num_warps": self.warps, **DEPENDENT,
+        }  # fmt: skip
+
 
 BF16_TILE = Tile()
 FP8_TILE = Tile(step=FP8_STEP)
 
 
 @triton.jit
-def _product_kernel(  # type: ignore[no-untyped-def]
+def sum_bf16(  # type: ignore[no-untyped-def]
     x,
     weight,
-    bias,
-    out,
-    tokens,
+    row,
     rows,
+    token,
+    tokens,
     K: tl.constexpr,
-    TILE_T: tl.constexpr,
-    BIAS: tl.constexpr,
-    ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
 ):
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    if PREFETCH > 0:
-        prefetch(weight + first * K, tl.minimum(rows - first, ROWS) * (2 * K), PREFETCH)
-    release()
-    wait()
-    row = first + tl.arange(0, ROWS)
-    token = tl.arange(0, TILE_T).to(tl.int64)
-    acc = tl.zeros((WARPS, ROWS, TILE_T), tl.float32)
+    """fp32 [ROWS, TILE_T]: weight rows `row` [ROWS] times x rows `token` [TILE_T]."""
+    acc = tl.zeros((WARPS, row.shape[0], token.shape[0]), tl.float32)
     for start in tl.range(0, K, WARPS * STEP, num_stages=STAGES):
         column = start + (tl.arange(0, WARPS) * STEP)[:, None] + tl.arange(0, STEP)[None, :]
-        a = tl.load(
-            weight + row[None, :, None] * K + column[:, None, :],
-            mask=(row < rows)[None, :, None] & (column < K)[:, None, :],
-            other=0.0,
-        )
-        b = tl.load(
-            x + token[None, None, :] * K + column[:, :, None],
-            mask=(token < tokens)[None, None, :] & (column < K)[:, :, None],
-            other=0.0,
-        )
+        a, b = _tiles(x, weight, row, rows, token, tokens, column, K)
         acc = dot(a, b, acc)
-    _store(acc, bias, out, row, token, tokens, rows, BIAS)
+    return tl.sum(acc, axis=0)
 
 
 @triton.jit
-def _store(acc, bias, out, row, token, tokens, rows, BIAS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The warps' parts [WARPS, ROWS, TILE_T] added up, with the bias, rounded once."""
-    total = tl.sum(acc, axis=0)
-    if BIAS:
-        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
-    tl.store(
-        out + token[None, :] * rows + row[:, None],
-        total.to(out.dtype.element_ty),
-        mask=(token < tokens)[None, :] & (row < rows)[:, None],
+def sum_fp8(  # type: ignore[no-untyped-def]
+    x,
+    x_scale,
+    weight,
+    scales,
+    row,
+    rows,
+    token,
+    tokens,
+    K: tl.constexpr,
+    WARPS: tl.constexpr,
+    STEP: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """sum_bf16 of e4m3 operands; `scales` [ROWS] points to each row's scales. A warp's turn is one block of STEP = 128
+    columns: its product is promoted with the block's scales."""
+    BLOCKS: tl.constexpr = (K + STEP - 1) // STEP
+    acc = tl.zeros((WARPS, row.shape[0], token.shape[0]), tl.float32)
+    for start in tl.range(0, BLOCKS, WARPS, num_stages=STAGES):
+        block = start + tl.arange(0, WARPS)
+        a, b = _tiles(
+            x, weight, row, rows, token, tokens, (block * STEP)[:, None] + tl.arange(0, STEP)[None, :], K
+        )  # fmt: skip
+        there = (block < BLOCKS)[:, None]
+        unit = tl.load(scales[None, :] + block[:, None], mask=(row < rows)[None, :] & there, other=0.0)
+        scale = tl.load(
+            x_scale + block[:, None] * tokens + token[None, :], mask=(token < tokens)[None, :] & there, other=0.0
+        )
+        acc += dot(a, b, tl.zeros_like(acc)) * (unit[:, :, None] * scale[:, None, :])
+    return tl.sum(acc, axis=0)
+
+
+@triton.jit
+def _tiles(x, weight, row, rows, token, tokens, column, K: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of columns `column` [WARPS, STEP]: weights [WARPS, ROWS, STEP] and x [WARPS, STEP, TILE_T], zeros outside."""
+    a = tl.load(
+        weight + row[None, :, None] * K + column[:, None, :],
+        mask=(row < rows)[None, :, None] & (column < K)[:, None, :],
+        other=0.0,
     )
+    b = tl.load(
+        x + token[None, None, :] * K + column[:, :, None],
+        mask=(token < tokens)[None, None, :] & (column < K)[:, :, None],
+        other=0.0,
+    )
+    return a, b
 
 
 @triton.jit
@@ -101,7 +126,7 @@ def row_of_scales(row, S0: tl.constexpr, S1: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _product_fp8_kernel(  # type: ignore[no-untyped-def]
+def _few_kernel(  # type: ignore[no-untyped-def]
     x,
     x_scale,
     weight,
@@ -113,57 +138,42 @@ def _product_fp8_kernel(  # type: ignore[no-untyped-def]
     K: tl.constexpr,
     S0: tl.constexpr,
     S1: tl.constexpr,
+    FP8: tl.constexpr,
     TILE_T: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     WARPS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    PREFETCH: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """A warp's turn is one block of 128 columns: its product is promoted with the block's scales."""
+    """ROWS rows of out^T; bf16 operands, or e4m3 ones with their scales when FP8."""
     first = tl.program_id(0).to(tl.int64) * ROWS
-    if PREFETCH > 0:
-        prefetch(weight + first * K, tl.minimum(rows - first, ROWS) * K, PREFETCH)
+    if AHEAD > 0:
+        prefetch(weight + first * K, tl.minimum(rows - first, ROWS) * (K if FP8 else 2 * K), AHEAD)
     release()
     wait()
-    BLOCKS: tl.constexpr = (K + STEP - 1) // STEP
     row = first + tl.arange(0, ROWS)
     token = tl.arange(0, TILE_T).to(tl.int64)
-    scales = weight_scale + row_of_scales(row, S0, S1) * BLOCKS
-    acc = tl.zeros((WARPS, ROWS, TILE_T), tl.float32)
-    for start in tl.range(0, BLOCKS, WARPS, num_stages=STAGES):
-        block = start + tl.arange(0, WARPS)
-        column = (block * STEP)[:, None] + tl.arange(0, STEP)[None, :]
-        a = tl.load(
-            weight + row[None, :, None] * K + column[:, None, :],
-            mask=(row < rows)[None, :, None] & (column < K)[:, None, :],
-            other=0.0,
-        )
-        b = tl.load(
-            x + token[None, None, :] * K + column[:, :, None],
-            mask=(token < tokens)[None, None, :] & (column < K)[:, :, None],
-            other=0.0,
-        )
-        there = (block < BLOCKS)[:, None]
-        unit = tl.load(scales[None, :] + block[:, None], mask=(row < rows)[None, :] & there, other=0.0)
-        scale = tl.load(
-            x_scale + block[:, None] * tokens + token[None, :], mask=(token < tokens)[None, :] & there, other=0.0
-        )
-        part = dot(a, b, tl.zeros((WARPS, ROWS, TILE_T), tl.float32))
-        acc += part * (unit[:, :, None] * scale[:, None, :])
-    _store(acc, bias, out, row, token, tokens, rows, BIAS)
+    if FP8:
+        scales = weight_scale + row_of_scales(row, S0, S1) * ((K + STEP - 1) // STEP)
+        total = sum_fp8(x, x_scale, weight, scales, row, rows, token, tokens, K, WARPS, STEP, STAGES)
+    else:
+        total = sum_bf16(x, weight, row, rows, token, tokens, K, WARPS, STEP, STAGES)
+    if BIAS:
+        total += tl.load(bias + row, mask=row < rows, other=0.0).to(tl.float32)[:, None]
+    tl.store(
+        out + token[None, :] * rows + row[:, None],
+        total.to(out.dtype.element_ty),
+        mask=(token < tokens)[None, :] & (row < rows)[:, None],
+    )
 
 
 def dense_few(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor, tile: Tile = BF16_TILE
 ) -> None:
     """The op `dense` for 1 to MOST_TOKENS tokens."""
-    (tokens, columns), rows = x.shape, weight.shape[0]
-    _product_kernel[(triton.cdiv(rows, tile.rows),)](
-        x, weight, bias, out, tokens, rows, K=columns, TILE_T=_tile_tokens(tokens), BIAS=bias is not None,
-        **_options(tile, 2 * columns),
-    )  # fmt: skip
+    _launch(x, None, weight, None, (0, 0), bias, out, tile)
 
 
 def dense_fp8_few(
@@ -177,20 +187,21 @@ def dense_fp8_few(
     tile: Tile = FP8_TILE,
 ) -> None:
     """The op `dense_fp8` for 1 to MOST_TOKENS tokens; `segments` are the rows of the first two."""
+    _launch(x, x_scale, weight, weight_scale, segments, bias, out, tile)
+
+
+def _launch(
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    segments: tuple[int, int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tile: Tile,
+) -> None:
     (tokens, columns), rows = x.shape, weight.shape[0]
-    _product_fp8_kernel[(triton.cdiv(rows, tile.rows),)](
+    _few_kernel[(triton.cdiv(rows, tile.rows),)](
         x, x_scale, weight, weight_scale, bias, out, tokens, rows, K=columns, S0=segments[0], S1=segments[1],
-        TILE_T=_tile_tokens(tokens), BIAS=bias is not None, **_options(tile, columns),
+        FP8=x_scale is not None, BIAS=bias is not None, **tile.options(tokens, columns * weight.element_size()),
     )  # fmt: skip
-
-
-def _tile_tokens(tokens: int) -> int:
-    return 8 if tokens <= 8 else MOST_TOKENS
-
-
-def _options(tile: Tile, row_bytes: int) -> dict[str, int | bool]:
-    ahead = tile.rows * row_bytes if tile.prefetch else 0
-    return {
-        "ROWS": tile.rows, "WARPS": tile.warps, "STEP": tile.step, "STAGES": tile.stages, "PREFETCH": ahead,
-        "num_warps": tile.warps, **DEPENDENT,
-    }  # fmt: skip

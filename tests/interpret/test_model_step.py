@@ -19,8 +19,8 @@ pytestmark = pytest.mark.interpret
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
 OPS = (
-    "embedding", "dense", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_prefill", "attention_decode",
-    "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine", "moe_combine_norm",
+    "embedding", "dense", "rmsnorm_quant", "kv_slots", "dense_rope_kv_append", "attention_prefill",
+    "attention_decode", "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine", "moe_combine_norm",
 )  # fmt: skip
 
 
