@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 1
+#define GPTOSS_TRT_ABI_VERSION 2
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
@@ -143,6 +143,65 @@ gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_moe_gemm_args* args, gptoss_trt
  * WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
                                                          gptoss_trt_stream stream);
+
+/* ---- attention over the paged cache, with sinks ----------------------------------------------- */
+
+/* Launch with programmatic dependent launch, as GPTOSS_TRT_MOE_DEPENDENT_LAUNCH: only tables and
+ * lengths are read before the wait; the kernel ahead must not have written those. */
+#define GPTOSS_TRT_ATTENTION_DEPENDENT_LAUNCH 1u
+
+/* bf16 throughout. Query head h reads KV head h / 8; 64 columns a head. Key j of sequence s is row
+ * j % block_tokens of block block_table[s, j / block_tokens - first_block[s]]. */
+typedef struct gptoss_trt_attention_args {
+  uint32_t size;        /* sizeof(gptoss_trt_attention_args) */
+  uint32_t flags;       /* GPTOSS_TRT_ATTENTION_* bits */
+  int32_t plan;         /* 0 = chosen from the shape. Decode: 1 = four warps a block, 2 = eight.
+                           Prefill, warpgroups x keys: 1 = 3 x 128, 2 = 2 x 128, 3 = 3 x 64,
+                           4 = 4 x 64 */
+  int32_t parts;        /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
+                           sequences, kv_heads and table_width. Results are equal bit for bit for
+                           equal cuts only. */
+  int32_t tokens;       /* T, padding included */
+  int32_t sequences;    /* S */
+  int32_t heads;        /* 8 x kv_heads */
+  int32_t kv_heads;
+  int32_t head_dim;     /* 64 */
+  int32_t block_tokens; /* 16, 32 or 64; prefill takes 64 only */
+  int32_t blocks;       /* of the cache */
+  int32_t table_width;
+  int32_t window;       /* keys p - window < j <= p are seen from position p; 0: j <= p */
+  float scale;          /* of scores, positive; the sink is not scaled */
+  const void* q;        /* [T, heads, 64], 16-byte aligned, as are the caches and out */
+  const void* k_cache;  /* [blocks, kv_heads, block_tokens, 64] */
+  const void* v_cache;
+  const int32_t* block_table;  /* [S, table_width] */
+  const int32_t* first_block;  /* [S], or null for zeros */
+  const int32_t* query_start;  /* [S + 1]; prefill only */
+  const int32_t* context_lens; /* [S]: keys of each sequence, this call's tokens among them */
+  const void* sinks;           /* [heads] */
+  void* out;                   /* [T, heads, 64] */
+  uint32_t* tickets; /* decode in parts: [S, kv_heads], zero ahead of the first call; every call
+                        leaves zeros. Calls that may overlap in time need tickets of their own. */
+  void* workspace;   /* decode in parts, 256-byte aligned: anything before and after a call */
+  uint64_t workspace_bytes;
+} gptoss_trt_attention_args;
+
+/* *bytes = workspace of a decode call with these sizes; pointers may be null.
+ * Fails with INVALID_ARGUMENT as the call would. */
+GPTOSS_TRT_API gptoss_trt_status
+gptoss_trt_attention_decode_workspace(const gptoss_trt_attention_args* args, uint64_t* bytes);
+
+/* One new token a sequence (T = S), the last of its context. A context of 0 gives zeros. Fails with
+ * INVALID_ARGUMENT, UNSUPPORTED (T is not S, a card that is not sm_90), WORKSPACE_TOO_SMALL or
+ * CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attention_args* args,
+                                                             gptoss_trt_stream stream);
+
+/* Ragged chunks: tokens [query_start[s], query_start[s + 1]) are the last of sequence s's context.
+ * Rows behind query_start[S] get zeros. Fails with INVALID_ARGUMENT, UNSUPPORTED (block_tokens that
+ * is not 64, a card that is not sm_90) or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_prefill(const gptoss_trt_attention_args* args,
+                                                              gptoss_trt_stream stream);
 
 #ifdef __cplusplus
 }

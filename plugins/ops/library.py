@@ -11,7 +11,7 @@ import functools
 from enum import IntEnum
 from pathlib import Path
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 NAME = "libgptoss_trt.so"
 _HERE = Path(__file__).resolve()
 # Beside the packages (a wheel, or plugins/lib of a clone), then where `make library` builds.
@@ -101,6 +101,42 @@ class MoeGemmArgs(ctypes.Structure):
         super().__init__(size=ctypes.sizeof(MoeGemmArgs), **values)
 
 
+class AttentionArgs(ctypes.Structure):
+    """gptoss_trt_attention_args; the header says what each field means. `size` is filled in."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("plan", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("sequences", ctypes.c_int32),
+        ("heads", ctypes.c_int32),
+        ("kv_heads", ctypes.c_int32),
+        ("head_dim", ctypes.c_int32),
+        ("block_tokens", ctypes.c_int32),
+        ("blocks", ctypes.c_int32),
+        ("table_width", ctypes.c_int32),
+        ("window", ctypes.c_int32),
+        ("scale", ctypes.c_float),
+        ("q", ctypes.c_void_p),
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
+        ("block_table", ctypes.c_void_p),
+        ("first_block", ctypes.c_void_p),
+        ("query_start", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("sinks", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+        ("tickets", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
+    )
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(AttentionArgs), **values)
+
+
 class Library:
     """The loaded library. Methods raise LibraryError with the library's text when a call fails."""
 
@@ -119,6 +155,10 @@ class Library:
         self._handle.gptoss_trt_moe_gemm_fp8_workspace.argtypes = (pointer, size)
         self._handle.gptoss_trt_moe_gemm_fp8_prepare.argtypes = (pointer, stream)
         self._handle.gptoss_trt_moe_gemm_fp8.argtypes = (pointer, stream)
+        attention = ctypes.POINTER(AttentionArgs)
+        self._handle.gptoss_trt_attention_decode_workspace.argtypes = (attention, size)
+        self._handle.gptoss_trt_attention_decode.argtypes = (attention, stream)
+        self._handle.gptoss_trt_attention_prefill.argtypes = (attention, stream)
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -143,6 +183,20 @@ class Library:
     def moe_gemm(self, args: MoeGemmArgs, stream: int) -> None:
         """Launches the product on the stream (a cudaStream_t as an integer); does not wait."""
         self._check(self._handle.gptoss_trt_moe_gemm_fp8(ctypes.byref(args), stream))
+
+    def attention_workspace(self, args: AttentionArgs) -> int:
+        """Bytes of workspace that a decode call with these sizes needs."""
+        size = ctypes.c_uint64()
+        self._check(self._handle.gptoss_trt_attention_decode_workspace(ctypes.byref(args), ctypes.byref(size)))
+        return size.value
+
+    def attention_decode(self, args: AttentionArgs, stream: int) -> None:
+        """Launches attention of one token a sequence on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_attention_decode(ctypes.byref(args), stream))
+
+    def attention_prefill(self, args: AttentionArgs, stream: int) -> None:
+        """Launches attention of chunks on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_attention_prefill(ctypes.byref(args), stream))
 
 
 @functools.cache

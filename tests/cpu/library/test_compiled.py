@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import weight_layout
-from gptoss_trt.ops.library import Library, LibraryError, MoeGemmArgs, Plan, Product, ScaleMode, Storage
+from gptoss_trt.ops.library import AttentionArgs, Library, LibraryError, MoeGemmArgs, Plan, Product, ScaleMode, Storage
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
@@ -62,7 +62,7 @@ def test_exported_symbols_equal_the_header(library: Library) -> None:
         ["nm", "-D", "--defined-only", str(library.path)], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listing.stdout.splitlines()} == declared
-    assert len(declared) == 6
+    assert len(declared) == 9
 
 
 def test_links_no_framework(library: Library) -> None:
@@ -145,3 +145,58 @@ def test_workspace_grows_with_max_tokens_and_is_checked(library: Library) -> Non
 def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, k_split=1)) == 0
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, plan=Plan.SIMT, k_split=1)) > 0
+
+
+def attention_arguments(**changes: float) -> AttentionArgs:
+    values = {
+        "tokens": 8,
+        "sequences": 8,
+        "heads": 64,
+        "kv_heads": 8,
+        "head_dim": 64,
+        "block_tokens": 64,
+        "blocks": 1000,
+        "table_width": 128,
+        "scale": 0.125,
+    }
+    return AttentionArgs(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"plan": 3}, "plan is 3, outside 0 to 2"),
+        ({"parts": 33}, "parts is 33, outside 0 to 32"),
+        ({"tokens": -1}, "tokens is -1"),
+        ({"kv_heads": 0}, "kv_heads is 0"),
+        ({"heads": 63}, "heads is 63, outside 64 to 64"),
+        ({"head_dim": 128}, "head_dim is 128"),
+        ({"block_tokens": 8}, "block_tokens is 8"),
+        ({"block_tokens": 48}, "block_tokens is 48, not 16, 32 or 64"),
+        ({"window": -1}, "window is -1"),
+        ({"flags": 2}, "flags is 2"),
+        ({"scale": 0.0}, "scale is 0, not positive"),
+    ],
+)
+def test_attention_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.attention_workspace(attention_arguments(**changes))
+
+
+def test_attention_refuses_what_it_cannot_run(library: Library) -> None:
+    with pytest.raises(LibraryError, match="16 tokens of 8 sequences; this kernel takes one each"):
+        library.attention_decode(attention_arguments(tokens=16), 0)
+    with pytest.raises(LibraryError, match="q is null"):
+        library.attention_prefill(attention_arguments(), 0)
+    library.attention_decode(attention_arguments(tokens=0, sequences=0), 0)
+    library.attention_prefill(attention_arguments(tokens=0), 0)
+
+
+def test_attention_parts_follow_the_shape(library: Library) -> None:
+    def size(**changes: float) -> int:
+        return library.attention_workspace(attention_arguments(**changes))
+
+    assert size(window=128) == size(parts=1) == 0
+    assert size(parts=2) == 8 * 8 * 2 * (8 * 64 * 4 + 8 * 8)
+    assert size(parts=32, table_width=4) == size(parts=4, table_width=4)  # a part is one block at least
+    assert 0 < size(tokens=1, sequences=1) < size()

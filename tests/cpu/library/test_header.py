@@ -11,21 +11,27 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import library
-from gptoss_trt.ops.library import Library, LibraryError, MoeGemmArgs
+from gptoss_trt.ops.library import AttentionArgs, Library, LibraryError, MoeGemmArgs
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
 COMPILER = shutil.which("cc") or shutil.which("gcc") or "cc"
 
 
-def test_struct_layout_equals_the_compilers(tmp_path: Path) -> None:
-    fields = [name for name, _ in MoeGemmArgs._fields_]
-    lines = [f'printf("{name} %zu\\n", offsetof(gptoss_trt_moe_gemm_args, {name}));' for name in fields]
+@pytest.mark.parametrize(
+    ("struct", "name_in_c"),
+    [(MoeGemmArgs, "gptoss_trt_moe_gemm_args"), (AttentionArgs, "gptoss_trt_attention_args")],
+)
+def test_struct_layout_equals_the_compilers(
+    struct: type[MoeGemmArgs] | type[AttentionArgs], name_in_c: str, tmp_path: Path
+) -> None:
+    fields = [name for name, _ in struct._fields_]
+    lines = [f'printf("{name} %zu\\n", offsetof({name_in_c}, {name}));' for name in fields]
     source = tmp_path / "layout.c"
     source.write_text(
         "#include <gptoss_trt.h>\n#include <stdio.h>\nint main(void) {\n"
         + "\n".join(lines)
-        + '\nprintf("size %zu version %d\\n", sizeof(gptoss_trt_moe_gemm_args), GPTOSS_TRT_ABI_VERSION);\nreturn 0; }\n'
+        + f'\nprintf("size %zu version %d\\n", sizeof({name_in_c}), GPTOSS_TRT_ABI_VERSION);\nreturn 0; }}\n'
     )
     flags = [
         "-std=c11",
@@ -39,8 +45,8 @@ def test_struct_layout_equals_the_compilers(tmp_path: Path) -> None:
     program = tmp_path / "layout"
     subprocess.run([COMPILER, *flags, str(source), "-o", str(program)], check=True)
     printed = subprocess.run([str(program)], capture_output=True, text=True, check=True).stdout.splitlines()
-    expected = [f"{name} {getattr(MoeGemmArgs, name).offset}" for name in fields]
-    assert printed == [*expected, f"size {ctypes.sizeof(MoeGemmArgs)} version {library.ABI_VERSION}"]
+    expected = [f"{name} {getattr(struct, name).offset}" for name in fields]
+    assert printed == [*expected, f"size {ctypes.sizeof(struct)} version {library.ABI_VERSION}"]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +91,7 @@ def test_another_abi_version_is_refused(tmp_path: Path) -> None:
     source.write_text("int gptoss_trt_abi_version(void) { return 99; }\n")
     path = tmp_path / library.NAME
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with pytest.raises(LibraryError, match="ABI version 99; this build calls 1"):
+    with pytest.raises(LibraryError, match="ABI version 99; this build calls 2"):
         Library(path)
 
 
