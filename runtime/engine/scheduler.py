@@ -196,8 +196,10 @@ class Scheduler:
     def plan_ahead(self, now_ns: int) -> StepPlan | None:
         """The step behind one that is planned and not committed; None when that one's outcome must be seen first."""
         self._end_cancelled_and_late(now_ns)
-        if self._speculator is not None and self._speculator.wants([s for s in self._running if s.decoding]):
-            return None
+        if self._speculator is not None:
+            decoding = [s for s in self._running if s.decoding]
+            if self._speculator.wants(decoding, self._limits.step_tokens - len(decoding)):
+                return None
         plan = StepPlan()
         prompts = []
         for sequence in self._running:

@@ -35,8 +35,11 @@ class Speculator:
         self._cost = cost
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
-    def wants(self, sequences: Items[Sequence]) -> bool:
-        """Whether drafts would pay in the step behind the one that is planned, of these decoding sequences."""
+    def wants(self, sequences: Items[Sequence], room: int) -> bool:
+        """Whether drafts would pay in the step behind the one that is planned, of these decoding sequences and with
+        `room` for more tokens."""
+        if room < 1:
+            return False
         places = [sequence.output_tokens + sequence.awaited for sequence in sequences]
         return any(self._lengths(sequences, places, len(sequences)))
 

@@ -5,12 +5,15 @@ The simulator keeps, for every cell of both pools, which prefix was written ther
 step would read exactly its own prefix: that is what makes prefix reuse, windows, pauses and shared prompts correct.
 Running ahead, a step is computed when it is launched, with the tokens that the step before drew, and while it is under
 way the blocks that it reads and writes must stay held, and those that it writes must be its sequence's own.
+Speculating, drafts, some of them wrong, are computed behind the known tokens: keys of the rejected ones lie in cells
+that no query may read until they are written over.
 Longer runs: `python tests/cpu/engine/test_scheduler_simulator.py --steps 1000000 --seed 7`.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 from collections import Counter
 from dataclasses import dataclass, field, replace
@@ -23,6 +26,9 @@ from gptoss_trt.runtime.engine.messages import Error, Finished, Sampling, Submit
 from gptoss_trt.runtime.engine.metrics import Statistics
 from gptoss_trt.runtime.engine.scheduler import Outcome, Scheduler, SchedulerLimits, StepPlan, Work
 from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.speculation.drafter import Wanted
+from gptoss_trt.runtime.engine.speculation.length import StepCost
+from gptoss_trt.runtime.engine.speculation.speculator import Speculator
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 
 STEP_NS = 5_000_000
@@ -49,6 +55,7 @@ class Shape:
     failures: float = 0.002
     ahead: bool = False  # run ahead
     refused: float = 0.05  # share of the steps ahead that are withdrawn
+    drafts: float | None = None  # speculate, this share of the draft tokens being wrong
 
 
 SHAPES = {
@@ -73,6 +80,11 @@ class Flight:
     writes: tuple[Counter[int], Counter[int]] = field(default_factory=lambda: (Counter(), Counter()))
 
 
+# Drafts pay in small batches only, so that large ones run ahead in the same simulation.
+COST = StepCost(((1, 1.0), (6, 1.2), (24, 20.0)))
+MOST_DRAFTED = 5
+
+
 class Simulator:
     """Drives a Scheduler and checks it after every step."""
 
@@ -82,7 +94,8 @@ class Simulator:
         self.cache = KvCache(shape.full_blocks, shape.window_blocks, shape.block_tokens, shape.window)
         limits = SchedulerLimits(shape.max_batch, shape.step_tokens, shape.max_queue, shape.prefix_cache)
         self.statistics = Statistics()
-        self.scheduler = Scheduler(limits, self.cache, self.statistics)
+        speculator = None if shape.drafts is None else Speculator(self, MOST_DRAFTED, COST)
+        self.scheduler = Scheduler(limits, self.cache, self.statistics, speculator)
         self.limits = Limits(VOCABULARY, shape.max_context, self.cache.capacity_tokens)
         self.now_ns = 1_000_000_000
         self.submitted: dict[RequestKey, Submit] = {}
@@ -191,6 +204,9 @@ class Simulator:
             before = work.sequence.planned - work.count  # in the step under way
             assert work.count > 0 and work.start == work.sequence.computed + before
             assert not before or self.flight is not None
+            most = work.sequence.prompt_tokens + work.sequence.request.submit.max_tokens - 1
+            assert work.start + work.count <= most, "keys that no token needs"
+            assert not work.draft or (work.count == work.logits == 1 + len(work.draft) and not before)
             assert work.sequence in self.scheduler.running
 
     def compute(self, work: Work) -> Outcome:
@@ -201,8 +217,10 @@ class Simulator:
         """
         sequence = work.sequence
         prefixes = self.prefixes.setdefault(sequence, [])
-        for token in self.tokens_of(work)[len(prefixes) :]:
-            prefixes.append(hash((prefixes[-1] if prefixes else len(sequence.request.submit.cache_salt), token)))
+        self.extend(prefixes, sequence, self.tokens_of(work)[len(prefixes) :])
+        if work.draft:
+            prefixes = list(prefixes)
+            self.extend(prefixes, sequence, list(work.draft))
         end = work.start + work.count
         poisoned = self.random.random() < self.shape.failures
         poisoned |= self.reads_poison(sequence, 0, work.start, work.start, prefixes)
@@ -214,6 +232,26 @@ class Simulator:
             self.seen["poisoned"] += 1
             return Outcome(failure="planned")
         return self.answer(work, prefixes)
+
+    @staticmethod
+    def extend(prefixes: list[int], sequence: Sequence, tokens: list[int]) -> None:
+        for token in tokens:
+            prefixes.append(hash((prefixes[-1] if prefixes else len(sequence.request.submit.cache_salt), token)))
+
+    def draft(self, wanted: Wanted) -> list[list[int]]:
+        """The simulator drafts, too: the tokens that it will answer, now and then wrong ones, fewer, or none."""
+        return [self.guess(sequence, self.random.choice((count, count, 1, 0))) for sequence, count in wanted]
+
+    def guess(self, sequence: Sequence, count: int) -> list[int]:
+        prefixes: list[int] = []
+        self.extend(prefixes, sequence, sequence.tokens)
+        drafted: list[int] = []
+        for _ in range(count):
+            right = hash((prefixes[-1], sequence.index)) % VOCABULARY
+            wrong = self.random.random() < (self.shape.drafts or 0.0)
+            drafted.append(self.random.randrange(VOCABULARY) if wrong else right)
+            self.extend(prefixes, sequence, drafted[-1:])
+        return drafted
 
     def tokens_of(self, work: Work) -> list[int]:
         """The sequence's tokens with the one that the step under way drew; any for one that failed there."""
@@ -254,8 +292,17 @@ class Simulator:
         if not work.samples:
             return Outcome(prompt_logprobs=prompt)
         assert work.logits >= 1
-        token = hash((prefixes[-1], sequence.index)) % VOCABULARY
-        return Outcome(token, None, prompt)
+        last = work.start + work.count - 1 - len(work.draft)
+        tokens = [hash((prefix, sequence.index)) % VOCABULARY for prefix in prefixes[last:]]
+        most = sequence.request.submit.max_tokens - sequence.output_tokens
+        came = 1
+        while came <= len(work.draft) and tokens[came - 1] == work.draft[came - 1] and came < most:
+            if tokens[came - 1] in sequence.request.submit.stop_ids:
+                break
+            came += 1
+        self.seen["accepted"] += came - 1
+        self.seen["rejected"] += 1 + len(work.draft) - came
+        return Outcome(tokens[0], None, prompt, following=tuple(Outcome(token) for token in tokens[1:came]))
 
     def take(self, key: RequestKey, event: Tokens | Finished | Error) -> None:
         assert not self.ended[key], "an event after the end"
@@ -273,6 +320,7 @@ class Simulator:
         self.ended[key] += event.remaining == 0
         output = self.outputs.get((key, event.sequence), [])
         assert event.usage.completion_tokens == len(output)
+        assert 0 <= event.usage.accepted_draft_tokens <= event.usage.draft_tokens
         if event.reason == "cancelled":
             return
         assert (len(output) == submit.max_tokens) == (event.reason == "length") or output[-1] == 3
@@ -311,6 +359,18 @@ def test_random_loads_keep_every_invariant(name: str, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_drafts_keep_every_invariant(name: str, ahead: bool) -> None:
+    simulator = Simulator(replace(SHAPES[name], ahead=ahead, drafts=0.3), seed=20_252)
+    simulator.run(1000)
+    assert simulator.longest_wait < LONGEST_WAIT_STEPS
+    assert simulator.seen["length"] and simulator.seen["stop"] and simulator.seen["cancelled"]
+    if SHAPES[name].step_tokens > 1:
+        assert simulator.seen["accepted"] > 50 and simulator.seen["rejected"] > 50
+        assert not ahead or simulator.seen["ahead"] > 20
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
 def test_failed_steps_fail_their_requests_only(ahead: bool) -> None:
     simulator = Simulator(replace(SHAPES["usual"], failures=0.05, ahead=ahead), seed=5)
     simulator.run(2500)
@@ -336,8 +396,8 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=1)
     chosen = parser.parse_args()
     for number, (shape_name, shape) in enumerate(SHAPES.items()):
-        for runs_ahead in (False, True):
-            run = Simulator(replace(shape, ahead=runs_ahead), chosen.seed + number)
-            run.run(chosen.steps // len(SHAPES) // 2)
+        for runs_ahead, wrong in itertools.product((False, True), (None, 0.3)):
+            run = Simulator(replace(shape, ahead=runs_ahead, drafts=wrong), chosen.seed + number)
+            run.run(chosen.steps // len(SHAPES) // 4)
             found = f"preemptions {run.statistics.preemptions}, longest {run.longest_wait} steps"
-            print(shape_name, "ahead" if runs_ahead else "serial", dict(run.seen), found)
+            print(shape_name, "ahead" if runs_ahead else "serial", f"drafts {wrong}", dict(run.seen), found)
