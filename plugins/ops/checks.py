@@ -2,35 +2,24 @@
 
 Invariant: a call that passes is one that every implementation must serve; an error names op, argument, value and limit.
 Looks at shapes and dtypes only, never at data, so it also is the fake implementation.
-
-A shape is words: a name binds on first sight and must match after that; `H/128` rounds up, `T*k`, `2*I` and `S+1` are
-computed from bound names; `_` is anything.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gptoss_trt.ops.schemas import SCHEMAS
+from gptoss_trt.ops.shapes import F32, FP8, TENSORS, TensorShape
 from gptoss_trt.ops.weight_layout import expert_bytes
 from gptoss_trt.reference.act_quant import GROUPS
 
 MAX_BLOCK_TOKENS = 64
 MAX_DECODE_QUERIES = 8
 LAYOUTS = ("plain", "sm90_v1")
-
-_I32 = (torch.int32,)
-_BF16 = (torch.bfloat16,)
-_F32 = (torch.float32,)
-_FP8 = (torch.float8_e4m3fn,)
-_WIDE = (torch.bfloat16, torch.float32)
-_CACHE = (torch.bfloat16, torch.float8_e4m3fn)
 
 Values = dict[str, Any]
 Sizes = dict[str, int]
@@ -39,147 +28,6 @@ Sizes = dict[str, int]
 class ArgumentError(ValueError):
     """An op was called with arguments that do not belong together."""
 
-
-@dataclass(frozen=True)
-class _Tensor:
-    name: str
-    shape: str
-    dtypes: tuple[torch.dtype, ...]
-
-    @functools.cached_property
-    def words(self) -> tuple[str, ...]:
-        return tuple(self.shape.split())
-
-
-_NORM_OUT = (_Tensor("normed", "T H", _BF16), _Tensor("quantised", "T H", _FP8), _Tensor("scales", "H/128 T", _F32))
-_PAGED = (
-    _Tensor("q", "T heads D", _BF16),
-    _Tensor("k_cache", "blocks kv_heads block_tokens D", _CACHE),
-    _Tensor("v_cache", "blocks kv_heads block_tokens D", _CACHE),
-    _Tensor("block_table", "S _", _I32),
-    _Tensor("first_block", "S", _I32),
-    _Tensor("context_lens", "S", _I32),
-    _Tensor("sinks", "heads", _BF16),
-    _Tensor("out", "T heads D", _BF16),
-)
-_ROWS = (
-    _Tensor("expert_offsets", "E+1", _I32),
-    _Tensor("active_experts", "E+1", _I32),
-)
-
-_ROTATED = (
-    _Tensor("cos_sin", "_ D", _F32),
-    _Tensor("q", "T heads D", _BF16),
-    _Tensor("k_cache", "blocks kv_heads block_tokens D", _CACHE),
-    _Tensor("v_cache", "blocks kv_heads block_tokens D", _CACHE),
-    _Tensor("positions", "T", _I32),
-    _Tensor("slots", "T", _I32),
-)
-
-_ROUTED = (
-    _Tensor("token_count", "1", _I32),
-    _Tensor("expert_ids", "T k", _I32),
-    _Tensor("expert_weights", "T k", _F32),
-    _Tensor("expert_offsets", "num_local_experts+1", _I32),
-    _Tensor("active_experts", "num_local_experts+1", _I32),
-    _Tensor("row_slots", "T*k", _I32),
-)
-
-_TENSORS: dict[str, tuple[_Tensor, ...]] = {
-    "embedding": (_Tensor("token_ids", "T", _I32), _Tensor("weight", "V H", _BF16), _Tensor("out", "T H", _BF16)),
-    "rmsnorm_quant": (
-        _Tensor("residual", "T H", _BF16),
-        _Tensor("delta", "T H", _BF16),
-        _Tensor("weight", "H", _BF16),
-        *_NORM_OUT,
-    ),
-    "act_quant": (_Tensor("x", "T K", _WIDE), _Tensor("quantised", "T K", _FP8)),
-    "dense": (
-        _Tensor("x", "T K", _BF16),
-        _Tensor("weight", "N K", _BF16),
-        _Tensor("bias", "N", _BF16),
-        _Tensor("out", "T N", _WIDE),
-    ),
-    "dense_fp8": (
-        _Tensor("x", "T K", _FP8),
-        _Tensor("x_scale", "K/128 T", _F32),
-        _Tensor("weight", "N K", _FP8),
-        _Tensor("weight_scale", "_ K/128", _F32),
-        _Tensor("bias", "N", _BF16),
-        _Tensor("out", "T N", _WIDE),
-    ),
-    "kv_slots": (
-        _Tensor("positions", "T", _I32),
-        _Tensor("block_table", "S _", _I32),
-        _Tensor("query_start", "S+1", _I32),
-        _Tensor("first_block", "S", _I32),
-        _Tensor("slots", "T", _I32),
-    ),
-    "rope_kv_append": (*_ROTATED, _Tensor("qkv", "T _", _BF16)),
-    "dense_rope_kv_append": (
-        _Tensor("x", "T K", (*_BF16, *_FP8)),
-        _Tensor("x_scale", "K/128 T", _F32),
-        _Tensor("weight", "N K", (*_BF16, *_FP8)),
-        _Tensor("weight_scale", "_ K/128", _F32),
-        _Tensor("bias", "N", _BF16),
-        *_ROTATED,
-    ),
-    "attention_prefill": (*_PAGED, _Tensor("query_start", "S+1", _I32)),
-    "attention_decode": _PAGED,
-    "moe_route": (
-        _Tensor("x", "T H", _BF16),
-        _Tensor("weight", "experts H", _BF16),
-        _Tensor("bias", "experts", _BF16),
-        *_ROUTED,
-    ),
-    "rmsnorm_route": (
-        _Tensor("residual", "T H", _BF16),
-        _Tensor("delta", "T H", _BF16),
-        _Tensor("weight", "H", _BF16),
-        _Tensor("router", "experts H", _BF16),
-        _Tensor("router_bias", "experts", _BF16),
-        _Tensor("updated", "T H", _BF16),
-        _Tensor("quantised", "T H", _FP8),
-        _Tensor("scales", "H/128 T", _F32),
-        *_ROUTED,
-    ),
-    "moe_gate_up": (
-        _Tensor("x", "T H", _FP8),
-        _Tensor("x_scale", "H/128 T", _F32),
-        _Tensor("h", "rows I", _FP8),
-        _Tensor("bias", "E 2*I", _BF16),
-        *_ROWS,
-        _Tensor("row_slots", "T*top_k", _I32),
-        _Tensor("h", "T*top_k I", _FP8),
-    ),
-    "moe_down": (
-        _Tensor("expert_weights", "T k", _F32),
-        _Tensor("h", "T*k I", _FP8),
-        _Tensor("out", "T k H", _WIDE),
-        _Tensor("bias", "E H", _BF16),
-        *_ROWS,
-        _Tensor("row_slots", "T*k", _I32),
-    ),
-    "moe_combine": (
-        _Tensor("rows", "T k H", _WIDE),
-        _Tensor("expert_ids", "T k", _I32),
-        _Tensor("out", "T H", _WIDE),
-    ),
-    "sample": (
-        _Tensor("logits", "R V", _F32),
-        _Tensor("temperature", "R", _F32),
-        _Tensor("share", "R", _F32),
-        _Tensor("tokens", "R", _I32),
-        _Tensor("fed", "R", _I32),
-    ),
-    "moe_combine_norm": (
-        _Tensor("rows", "T k H", _WIDE),
-        _Tensor("expert_ids", "T k", _I32),
-        _Tensor("residual", "T H", _BF16),
-        _Tensor("weight", "H", _BF16),
-        *_NORM_OUT,
-    ),
-}
 
 _ARGUMENT_NAMES = {
     op: tuple(re.findall(r"(\w+)(?:,|$)", schema.arguments)) for op, schema in SCHEMAS.items()
@@ -210,7 +58,7 @@ def check_call(op: str, arguments: tuple[Any, ...]) -> None:
     """Raises ArgumentError when a call of `op` with these positional arguments is not what its schema describes."""
     values: Values = dict(zip(_ARGUMENT_NAMES[op], arguments, strict=True))
     sizes: Sizes = {name: value for name, value in values.items() if type(value) is int}
-    for tensor in _TENSORS[op]:
+    for tensor in TENSORS[op]:
         value = values[tensor.name]
         if value is not None:
             _check_tensor(op, tensor, value, sizes)
@@ -219,7 +67,7 @@ def check_call(op: str, arguments: tuple[Any, ...]) -> None:
         rule(op, values, sizes)
 
 
-def _check_tensor(op: str, expected: _Tensor, value: torch.Tensor, sizes: Sizes) -> None:
+def _check_tensor(op: str, expected: TensorShape, value: torch.Tensor, sizes: Sizes) -> None:
     name = f"{op}: {expected.name}"
     if value.dtype not in expected.dtypes:
         allowed = " or ".join(str(dtype).removeprefix("torch.") for dtype in expected.dtypes)
@@ -283,7 +131,7 @@ def _scales_for(op: str, what: str, group: int, scales: torch.Tensor | None, cha
     if (group == 0) != (scales is None):
         raise ArgumentError(f"{op}: scales are given for groups of 128 and 64, and are None for {what} 0")
     if scales is not None:
-        _check_tensor(op, _Tensor("scales", f"{-(-channels // group)} {rows}", _F32), scales, {})
+        _check_tensor(op, TensorShape("scales", f"{-(-channels // group)} {rows}", F32), scales, {})
 
 
 def _dense_fp8(op: str, values: Values, sizes: Sizes) -> None:
@@ -374,14 +222,14 @@ def _experts(op: str, values: Values, shape: tuple[int, int, int]) -> None:
                 f"{op}: weight_scale of a packed layout is an empty uint8 (MXFP4) or float32 (FP8) tensor"
             )
         size = expert_bytes(rows, columns, scale.dtype == torch.uint8)
-        _check_tensor(op, _Tensor("weight", f"{experts} {size}", (torch.uint8,)), weight, {})
+        _check_tensor(op, TensorShape("weight", f"{experts} {size}", (torch.uint8,)), weight, {})
         return
     if weight.dtype == torch.uint8:
-        _check_tensor(op, _Tensor("weight", f"{experts} {rows} {columns}/32 16", (torch.uint8,)), weight, {})
-        _check_tensor(op, _Tensor("weight_scale", f"{experts} {rows} {columns}/32", (torch.uint8,)), scale, {})
+        _check_tensor(op, TensorShape("weight", f"{experts} {rows} {columns}/32 16", (torch.uint8,)), weight, {})
+        _check_tensor(op, TensorShape("weight_scale", f"{experts} {rows} {columns}/32", (torch.uint8,)), scale, {})
     elif weight.dtype == torch.float8_e4m3fn:
-        _check_tensor(op, _Tensor("weight", f"{experts} {rows} {columns}", _FP8), weight, {})
-        _check_tensor(op, _Tensor("weight_scale", f"{experts} {rows}/128 {columns}/128", _F32), scale, {})
+        _check_tensor(op, TensorShape("weight", f"{experts} {rows} {columns}", FP8), weight, {})
+        _check_tensor(op, TensorShape("weight_scale", f"{experts} {rows}/128 {columns}/128", F32), scale, {})
     else:
         raise ArgumentError(f"{op}: weight is {weight.dtype}, not float8_e4m3fn or (MXFP4) uint8")
 

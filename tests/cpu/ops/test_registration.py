@@ -11,6 +11,7 @@ from gptoss_trt.ops import checks, dispatch, ops
 from gptoss_trt.ops.checks import ArgumentError
 from gptoss_trt.ops.dispatch import NoImplementationError
 from gptoss_trt.ops.schemas import SCHEMAS
+from gptoss_trt.ops.shapes import TENSORS
 from gptoss_trt.reference.tolerance import TOLERANCES
 
 _BF16, _F32, _I32, _FP8 = torch.bfloat16, torch.float32, torch.int32, torch.float8_e4m3fn
@@ -30,7 +31,7 @@ def test_every_op_runs_on_cpu_cuda_and_meta(op: str) -> None:
     for key in ("CPU", "CUDA", "Meta"):
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"gptoss_trt::{op}", key)
     assert op in TOLERANCES
-    tensors = {tensor.name for tensor in checks._TENSORS[op]}
+    tensors = {tensor.name for tensor in TENSORS[op]}
     assert tensors <= set(checks._ARGUMENT_NAMES[op])
 
 
