@@ -11,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels import dependent
+from gptoss_trt.triton_kernels.dependent import DEPENDENT
 from gptoss_trt.triton_kernels.numerics import dot, to_bf16
 
 MIN_ROWS = 16  # tl.dot needs 16 rows
@@ -163,6 +165,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 ):
     QUERIES: tl.constexpr = ROWS // GROUP
     HEADS: tl.constexpr = KV_HEADS * GROUP
+    dependent.wait()
+    dependent.release()
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     # Tiles are numbered sequence by sequence; the one that owns this program is found by counting.
@@ -206,6 +210,8 @@ def _prefill_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _zero_tail_kernel(out, query_start, sequences, WIDTH: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Zeros the rows behind query_start[S]."""
+    dependent.wait()
+    dependent.release()
     token = tl.program_id(0).to(tl.int64)
     if token >= tl.load(query_start + sequences):
         for start in range(0, WIDTH, BLOCK):
@@ -264,6 +270,8 @@ def _decode_kernel(  # type: ignore[no-untyped-def]
     skipped = context * 0
     if FIRST:
         skipped = tl.load(first_block + sequence)
+    dependent.wait()
+    dependent.release()
     head = kv_head * GROUP + row % GROUP
     query = (sequence * QUERIES + number).to(tl.int64)
     column = tl.arange(0, D)
@@ -289,6 +297,8 @@ def _merge_kernel(  # type: ignore[no-untyped-def]
     part_out, part_top, part_sum, sinks, out, HEADS: tl.constexpr, D: tl.constexpr, SPLITS: tl.constexpr
 ):
     """Adds the parts of one (query, head) in order, then the sink. Empty parts have top -inf and sum 0."""
+    dependent.wait()
+    dependent.release()
     line = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, SPLITS)
     column = tl.arange(0, D)
@@ -333,12 +343,14 @@ def attention_prefill(
     rows = max(min(PREFILL_ROWS, triton.next_power_of_2(tokens * group)), MIN_ROWS)
     # The most tiles that any cut of T tokens into S sequences can give; programs behind the last tile return.
     tiles = tokens // (rows // group) + sequences
-    _zero_tail_kernel[(tokens,)](out, query_start, sequences, WIDTH=heads * head_dim, BLOCK=1024, num_warps=4)
+    _zero_tail_kernel[(tokens,)](
+        out, query_start, sequences, WIDTH=heads * head_dim, BLOCK=1024, num_warps=4, **DEPENDENT
+    )
     _prefill_kernel[(tiles, kv_heads)](
         q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, out,
         sequences, block_table.shape[1], scale, k_scale, v_scale,
         ROWS=rows, GROUP=group, KV_HEADS=kv_heads, D=head_dim, BLOCK_TOKENS=block_tokens, WINDOW=window,
-        FIRST=first_block is not None, num_warps=4 if rows <= 64 else 8,
+        FIRST=first_block is not None, num_warps=4 if rows <= 64 else 8, **DEPENDENT,
     )  # fmt: skip
 
 
@@ -377,9 +389,9 @@ def attention_decode(
         block_table.shape[1], scale, k_scale, v_scale,
         QUERIES=queries, ROWS=max(triton.next_power_of_2(queries * group), MIN_ROWS), GROUP=group, KV_HEADS=kv_heads,
         D=head_dim, BLOCK_TOKENS=block_tokens, WINDOW=window, FIRST=first_block is not None, SPLITS=splits,
-        SPLIT_KEYS=SPLIT_KEYS, num_warps=4,
+        SPLIT_KEYS=SPLIT_KEYS, num_warps=4, **DEPENDENT,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(tokens * heads,)](
-            part_out, part_top, part_sum, sinks, out, HEADS=heads, D=head_dim, SPLITS=splits, num_warps=4
+            part_out, part_top, part_sum, sinks, out, HEADS=heads, D=head_dim, SPLITS=splits, num_warps=4, **DEPENDENT
         )
