@@ -59,6 +59,7 @@ class Cases:
             "moe_gate_up": lambda: [self._experts(tokens, True)],
             "moe_down": lambda: [self._experts(tokens, False)],
             "moe_combine_norm": lambda: [self._combine(tokens)],
+            "sample": lambda: [self._sample(tokens if decode else 1)],
         }
         return makers[op]()
 
@@ -79,6 +80,12 @@ class Cases:
         ids = torch.randint(0, vocab, (tokens,), dtype=torch.int32, device=self._device)
         weight, out = self._bf16(vocab, hidden), self._empty(tokens, hidden)
         return Case("embedding", "", lambda _: ops.embedding(ids, weight, 0, out), 1, 4 * tokens * hidden)
+
+    def _sample(self, rows: int) -> Case:
+        logits = torch.randn((rows, self._config.vocab_size), device=self._device)
+        temperature, share = torch.ones(rows, device=self._device), torch.rand(rows, device=self._device)
+        out = (self._ints(rows), self._ints(rows))
+        return Case("sample", "", lambda _: ops.sample(logits, temperature, share, *out), 1, 4 * logits.numel())
 
     def _rmsnorm(self, tokens: int) -> Case:
         hidden = self._config.hidden_size

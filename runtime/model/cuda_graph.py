@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gptoss_trt.ops import ops
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.draw import Draws, draw_tokens
+from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.step_buffers import HOST_SETS, StepBuffers, StepShape
 
 Forward = Callable[[StepBatch], torch.Tensor]
@@ -61,8 +62,8 @@ class Launched:
         self._event = event
 
     def tokens(self) -> list[int]:
-        """Waits for the step; a token for each row of logits, NOT_FINITE as draw_tokens. Raises RuntimeError ("CUDA
-        error ...") when the device broke. To be called once, before the second launch behind this one."""
+        """Waits for the step; a token for each row of logits, NOT_FINITE where they are not finite. To be called before
+        the second launch behind this one. Raises RuntimeError ("CUDA error ...") when the device broke."""
         if self._event is not None:
             self._event.synchronize()
         tokens: list[int] = self._host.numpy().tolist()
@@ -134,9 +135,7 @@ class DecodeGraphs:
         if not len(logits):
             return self._land(self._buffers.drawn[:0])
         temperature, share = (self.to_device(torch.from_numpy(part)) for part in (draws.temperature, draws.share))
-        tokens = draw_tokens(logits, temperature, share)
-        torch.clamp(tokens, min=0, out=self._buffers.drawn[: len(logits)])
-        return self._land(tokens)
+        return self._land(self._draw(logits, temperature, share))
 
     @torch.inference_mode()
     def feed(self, token_ids: torch.Tensor, source: np.ndarray[Any, np.dtype[np.int32]]) -> None:
@@ -151,7 +150,7 @@ class DecodeGraphs:
         return values.pin_memory().to(self._device, non_blocking=True) if self._on_gpu else values.clone()
 
     def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
-        """The next token of each sequence of a decode batch in host memory, as draw_tokens chooses it."""
+        """The next token of each sequence of a decode batch in host memory, as the op `sample` chooses it."""
         draws = Draws(np.array(temperature, np.float32), np.array(share, np.float32))
         return self.launch(batch, draws).tokens()
 
@@ -211,11 +210,14 @@ class DecodeGraphs:
         shape.feed()
         logits = self._forward(shape.batch)
         if draws:
-            tokens = draw_tokens(logits, shape.temperature, shape.share)
-            torch.clamp(tokens, min=0, out=self._buffers.drawn[: shape.rows])
-            return tokens
+            return self._draw(logits, shape.temperature, shape.share)
         assert self._logits is not None
         return self._logits[: shape.rows].copy_(logits)
+
+    def _draw(self, logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+        tokens = torch.empty(len(logits), dtype=torch.int32, device=self._device)
+        ops.sample(logits, temperature, share, tokens, self._buffers.drawn[: len(logits)])
+        return tokens
 
     def _capture(self, draws: bool, shape: StepShape) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
         if self._stream is None:

@@ -1,7 +1,6 @@
-"""One token from each row of logits, greedy or by temperature, without leaving the device.
+"""How the tokens of a step are drawn, as the host tells the device.
 
-Invariant: shapes alone decide which kernels run, so all of it can be captured in a CUDA graph; a row's token depends on
-its own logits, temperature and share only. Must not know requests or seeds: the random number comes as an argument.
+Invariant: the random number comes as an argument; the op `sample` draws. Must not know requests or seeds.
 """
 
 from __future__ import annotations
@@ -9,16 +8,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-DRAW_BLOCK = 256
-NOT_FINITE = -1
+NOT_FINITE = -1  # in the place of a token whose logits hold NaN or infinity
 
 
 @dataclass(frozen=True)
 class Draws:
-    """How the tokens of a step are drawn, in host memory: temperature and share fp32 [R] as draw_tokens takes them.
+    """How the tokens of a step are drawn, in host memory: temperature and share fp32 [R] as the op takes them.
 
     `source` int32 [T] says which of the step's own tokens the step launched before it drew: the row of its draws, or
     -1 for a token that batch.token_ids holds; None: all are there.
@@ -32,44 +29,3 @@ class Draws:
     def greedy(cls, rows: int) -> Draws:
         zeros = np.zeros(rows, np.float32)
         return cls(zeros, zeros)
-
-
-def draw_tokens(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """int32 [R]: the best token where temperature is 0, else the first whose cumulated softmax(logits / temperature)
-    passes `share`; NOT_FINITE where a row holds NaN or its maximum is infinite.
-
-    logits fp32 [R, vocabulary], not changed; temperature and share fp32 [R], share in [0, 1).
-    """
-    best = logits.max(-1)
-    greedy = temperature == 0
-    scale = temperature.masked_fill(greedy, 1.0)
-    weights = (logits - best.values[:, None]).div_(scale[:, None]).exp_()
-    drawn = columns(weights, share[:, None])[:, 0]
-    tokens = torch.where(greedy, best.indices, drawn)
-    return tokens.masked_fill(~torch.isfinite(best.values), NOT_FINITE).to(torch.int32)
-
-
-def columns(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """int64 [R, 1]: the column of each row of `weights` [R, N] where the running sum passes `share` [R, 1] of the sum.
-
-    In two levels, sums of DRAW_BLOCK columns first: a running sum over the vocabulary is the slowest pass of all.
-    """
-    width = weights.shape[1]
-    whole = width // DRAW_BLOCK * DRAW_BLOCK
-    sums = weights[:, :whole].reshape(len(weights), -1, DRAW_BLOCK).sum(-1) if whole else weights[:, :0]
-    sums = torch.cat((sums, weights[:, whole:].sum(-1, keepdim=True)), dim=1)
-    running = sums.cumsum(-1)
-    target = share * running[:, -1:]
-    block = _passes(running, target)
-    inside = block * DRAW_BLOCK + torch.arange(DRAW_BLOCK, device=weights.device)
-    values = weights.gather(1, inside.clamp(max=width - 1)).masked_fill(inside >= width, 0.0)
-    before = running.gather(1, block) - sums.gather(1, block)
-    return (block * DRAW_BLOCK + _passes(values.cumsum(-1), target - before)).clamp(max=width - 1)
-
-
-def _passes(running: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The first column of each row whose running sum is above `target`; never one that adds nothing, and one that
-    exists where the sums are NaN."""
-    choice = torch.searchsorted(running, target, right=True)
-    last = torch.searchsorted(running, running[:, -1:].contiguous())  # rounding may put the target on the total
-    return torch.minimum(choice, last).clamp(max=running.shape[1] - 1)

@@ -64,7 +64,7 @@ class GraphedModel:
     @torch.inference_mode()
     def launch(self, batch: StepBatch, draws: Draws) -> Launched:
         """Starts a step whose batch lies in host memory; it ends with a token for each row of its logits, at most
-        `most_draws` (see draw_tokens; -1: the logits are not finite). Tokens may come from the step launched before
+        `most_draws` (the op `sample`; -1: the logits are not finite). Tokens may come from the step launched before
         it."""
         graphs = self._made()
         if is_decode(batch):
@@ -80,7 +80,7 @@ class GraphedModel:
         return self._made().draw(logits, draws)
 
     def decode(self, batch: StepBatch, temperature: Sequence[float], share: Sequence[float]) -> list[int]:
-        """The next tokens of a decode batch in host memory (see draw_tokens; -1: its logits are not finite)."""
+        """The next tokens of a decode batch in host memory (-1: its logits are not finite)."""
         return self._made().decode(batch, temperature, share)
 
     def _moved(self, batch: StepBatch) -> StepBatch:

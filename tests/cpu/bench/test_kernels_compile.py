@@ -53,7 +53,7 @@ cases = Cases(model_config("tiny"), Formats(), torch.device("cpu"), 0)
 tokens = int(sys.argv[1])
 ops = ("dense",) if tokens == 1 else ()  # above, cuBLAS's
 for op in (*ops, "embedding", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
-           "moe_route", "rmsnorm_route", "moe_combine_norm"):
+           "moe_route", "rmsnorm_route", "moe_combine_norm", "sample"):
     for case in cases.make(op, tokens, 600, True):
         case.call(0)
 print(*sorted(set(compiled)))
@@ -71,8 +71,14 @@ def test_kernels_compile_for_hopper(tokens: int) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     names = done.stdout.split()
-    assert {"_decode_kernel", "_merge_kernel", "_prefill_kernel", "_rope_kv_append_kernel", "_product_kernel"} <= set(
-        names
-    )
+    assert {
+        "_decode_kernel",
+        "_merge_kernel",
+        "_prefill_kernel",
+        "_rope_kv_append_kernel",
+        "_product_kernel",
+        "_blocks_kernel",
+        "_token_kernel",
+    } <= set(names)
     few = tokens == 1
     assert ("_small_kernel" in names) == ("_norm_router_kernel" in names) == few and ("_rows_kernel" in names) != few

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from gptoss_trt.reference.sample import sample
 from gptoss_trt.runtime.engine.messages import Sampling, Submit
 from gptoss_trt.runtime.engine.plain_decode import draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler
 from gptoss_trt.runtime.engine.scheduler import Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
-from gptoss_trt.runtime.model.draw import draw_tokens
 
 VOCABULARY = 3000
 
@@ -30,7 +30,7 @@ def test_tokens_are_the_samplers() -> None:
     logits[4] = float("nan")
     draws, sequences = draws_of(works, None)
     assert sequences == [w.sequence for w in works]
-    tokens = draw_tokens(logits, torch.from_numpy(draws.temperature), torch.from_numpy(draws.share)).tolist()
+    tokens = sample(logits, torch.from_numpy(draws.temperature), torch.from_numpy(draws.share)).tolist()
     got = outcomes_of(works, tokens)
     want = Sampler().sample(logits.clone(), [w.sequence for w in works])
     assert got[4].failure == want[4].failure == NOT_FINITE

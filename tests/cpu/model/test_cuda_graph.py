@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from gptoss_trt.reference.sample import columns, sample
 from gptoss_trt.runtime.model import GraphedModel, StepBatch, load_model
 from gptoss_trt.runtime.model.cuda_graph import DecodeGraphs, graph_sizes, is_decode, padded_rows, padded_width
-from gptoss_trt.runtime.model.draw import NOT_FINITE, Draws, columns, draw_tokens
+from gptoss_trt.runtime.model.draw import NOT_FINITE, Draws
 from gptoss_trt.runtime.model.step_buffers import StepBuffers
 
 CPU = torch.device("cpu")
@@ -214,7 +215,7 @@ def test_a_step_before_any_is_an_error() -> None:
 def test_rows_that_are_not_finite_are_named() -> None:
     logits = torch.randn(4, 700)
     logits[1, 5], logits[2, 6], logits[3, 7] = float("nan"), float("inf"), float("-inf")
-    tokens = draw_tokens(logits, torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.full((4,), 0.3)).tolist()
+    tokens = sample(logits, torch.tensor([1.0, 1.0, 0.0, 1.0]), torch.full((4,), 0.3)).tolist()
     assert tokens[1] == tokens[2] == NOT_FINITE
     assert tokens[0] >= 0 and tokens[3] >= 0 and tokens[3] != 7
 
