@@ -69,8 +69,10 @@ typedef enum gptoss_trt_scale_mode {
 
 typedef enum gptoss_trt_moe_plan {
   GPTOSS_TRT_MOE_PLAN_AUTO = 0,
-  GPTOSS_TRT_MOE_PLAN_SIMT = 1, /* CUDA cores, any shape: slow, the second opinion in tests */
-  GPTOSS_TRT_MOE_PLAN_WGMMA = 2 /* tensor cores, weights through registers: decode */
+  GPTOSS_TRT_MOE_PLAN_SIMT = 1,   /* CUDA cores, any shape: slow, the second opinion in tests */
+  GPTOSS_TRT_MOE_PLAN_WGMMA = 2,  /* tensor cores, weights through registers: decode */
+  GPTOSS_TRT_MOE_PLAN_PREFILL = 3 /* the same with blocks of up to 128 rows of an expert, which are
+                                     first gathered into the workspace; k_split 0 or 1 only */
 } gptoss_trt_moe_plan;
 
 /* Launch with programmatic dependent launch: the kernel may start before the one ahead of it in

@@ -50,6 +50,7 @@ class Plan(IntEnum):
     AUTO = 0
     SIMT = 1
     WGMMA = 2
+    PREFILL = 3
 
 
 class OutDtype(IntEnum):

@@ -24,6 +24,8 @@ SHORT_SUM_TOLERANCE = 2.0**-11
 SHORT_SUM = 1024
 GUARD_BYTES = 4096
 POISON = 0xA5
+# Rows of each of eight experts where every token has one: none, one block's edges, several blocks.
+LADDER = (0, 1, 31, 33, 127, 129, 1000, 0)
 
 
 def route(kind: str, tokens: int, top_k: int, experts: int) -> torch.Tensor:
@@ -38,6 +40,8 @@ def route(kind: str, tokens: int, top_k: int, experts: int) -> torch.Tensor:
         ids[tokens // 2 :] = -1
     elif kind == "none":
         ids[:] = -1
+    elif kind == "ladder":
+        ids[:, 0] = torch.repeat_interleave(torch.arange(len(LADDER)), torch.tensor(LADDER))
     elif kind != "uniform":
         raise ValueError(kind)
     return ids
@@ -243,3 +247,15 @@ def worst(error: torch.Tensor, tolerance: torch.Tensor) -> float:
 
 def excess(case: Case, result: Result) -> float:
     return gate_up_excess(case, result) if case.product == "gate_up" else down_excess(case, result)
+
+
+def assert_same(case: Case, first: Result, second: Result) -> None:
+    """The rows that are routed somewhere have the same bits."""
+    if case.product == "down":
+        slots = case.slots[: case.total].long()
+        a, b = (r.values.reshape(-1, case.hidden)[slots].view(torch.uint8) for r in (first, second))
+    else:
+        a, b = (r.values[: case.total].view(torch.uint8) for r in (first, second))
+        if first.scale is not None and second.scale is not None:
+            assert torch.equal(first.scale[:, : case.total], second.scale[:, : case.total])
+    assert torch.equal(a, b)

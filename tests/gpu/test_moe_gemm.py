@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from moe_case import ALPHA, LIMIT, Case, Result, excess, run
+from moe_case import ALPHA, LIMIT, Case, assert_same, excess, run
 
 from gptoss_trt.ops import library
 from gptoss_trt.ops.library import Plan, Storage
 from gptoss_trt.ops.moe_gemm_fp8 import DEFAULT, Options, moe_down, moe_gate_up
 
-PLANS = (Plan.SIMT, Plan.WGMMA)
+PLANS = (Plan.SIMT, Plan.WGMMA, Plan.PREFILL)
 
 SMALL = {
     "tails": {"hidden": 320, "inter": 192},
@@ -80,17 +80,6 @@ def test_both_storages_are_equal_bit_for_bit(product: str, group: int, tokens: i
     for options in (Options(Plan.WGMMA), Options(Plan.WGMMA, k_split=3)):
         results = [run(case, options, storage) for storage in Storage]
         assert_same(case, *results)
-
-
-def assert_same(case: Case, first: Result, second: Result) -> None:
-    if case.product == "down":
-        slots = case.slots[: case.total].long()
-        a, b = (r.values.reshape(-1, case.hidden)[slots].view(torch.uint8) for r in (first, second))
-    else:
-        a, b = (r.values[: case.total].view(torch.uint8) for r in (first, second))
-        if first.scale is not None and second.scale is not None:
-            assert torch.equal(first.scale[:, : case.total], second.scale[:, : case.total])
-    assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("product", ["gate_up", "down"])
@@ -225,24 +214,26 @@ MUTATIONS: list[Callable[[Case], None]] = [
 ]
 
 
+@pytest.mark.parametrize("plan", [Plan.WGMMA, Plan.PREFILL])
 @pytest.mark.parametrize("mutate", MUTATIONS)
 @pytest.mark.parametrize("product", ["gate_up", "down"])
-def test_mutations_fail(product: str, mutate: Callable[[Case], None]) -> None:
+def test_mutations_fail(product: str, mutate: Callable[[Case], None], plan: Plan) -> None:
     """A kernel that did what the mutation does would be seen: its result fails what the right one passes."""
     sizes = {"hidden": 320, "inter": 320, "tokens": 64, "top_k": 1, "routing": "one", "product": product}
     case, mutated = Case(**sizes), Case(**sizes)
     mutate(mutated)
-    assert excess(case, run(case, Options(Plan.WGMMA))) <= 1.0
-    assert excess(case, run(mutated, Options(Plan.WGMMA))) > 1.0
+    assert excess(case, run(case, Options(plan))) <= 1.0
+    assert excess(case, run(mutated, Options(plan))) > 1.0
 
 
-def test_an_expert_without_rows_reads_nothing() -> None:
+@pytest.mark.parametrize("plan", [Plan.WGMMA, Plan.PREFILL])
+def test_an_expert_without_rows_reads_nothing(plan: Plan) -> None:
     """Weights of experts in no use may be garbage: NaN scales there change nothing."""
     case = Case(hidden=320, inter=192, tokens=2, top_k=1, experts=8, product="down")
-    clean = run(case, Options(Plan.WGMMA))
+    clean = run(case, Options(plan))
     packed = case.packed(Storage.MXFP4)
     unused = torch.tensor([count == 0 for count in case.counts], device="cuda")
     packed[unused] = 0xFF
     spoiled = replace(case)
     spoiled.packed = lambda _storage: packed  # type: ignore[method-assign]
-    assert_same(case, clean, run(spoiled, Options(Plan.WGMMA)))
+    assert_same(case, clean, run(spoiled, Options(plan)))

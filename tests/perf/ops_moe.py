@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import statistics
 import subprocess
@@ -29,8 +30,8 @@ EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
 BANDWIDTH = 4.54e12  # bytes per second, the most that a kernel which only reads reached on an H200
 BYTES_PER_WEIGHT = {Storage.MXFP4: 4.25 / 8, Storage.FP8: 1.0 + 4 / (128 * 128)}
 H_GROUPS = {"static": 0, "block64": 64, "block128": 128}
-LAYER_BYTES = 4 << 30  # of packed weights at least, spread over layers
 MIN_LAUNCHES = 24
+MANY_TOKENS = 1024  # from here on a launch is long enough for few of them to tell
 
 
 def random_packed(experts: int, n: int, k: int, storage: Storage) -> torch.Tensor:
@@ -45,10 +46,12 @@ def random_packed(experts: int, n: int, k: int, storage: Storage) -> torch.Tenso
 
 
 class Routing:
-    """Random distinct experts for each token, sorted as moe_route leaves them."""
+    """Random distinct experts for each token, sorted as moe_route leaves them. `skew` is the spread of experts' own
+    logits over that of a token's: 0 is uniform; 1 to 1.5 leave experts as uneven as one random prompt does."""
 
-    def __init__(self, tokens: int, experts: int) -> None:
-        ids = torch.rand(tokens, experts).topk(TOP_K).indices.reshape(-1)
+    def __init__(self, tokens: int, experts: int, skew: float) -> None:
+        logits = torch.randn(tokens, experts) + skew * torch.randn(experts)
+        ids = logits.topk(TOP_K).indices.reshape(-1)
         self.slots = torch.argsort(ids, stable=True).to(torch.int32).cuda()
         counts = torch.bincount(ids, minlength=experts)
         self.distinct = int((counts > 0).sum())
@@ -60,18 +63,18 @@ class Routing:
 class Bench:
     """Weights of one (model, product, storage) and timed launches over them."""
 
-    def __init__(self, model: str, product: str, storage: Storage) -> None:
+    def __init__(self, model: str, product: str, storage: Storage, layer_bytes: int) -> None:
         self.model, self.product, self.storage = model, product, storage
         self.experts = EXPERTS[model]
         self.n, self.k = (2 * INTER, HIDDEN) if product == "gate_up" else (HIDDEN, INTER)
         size = self.experts * weight_layout.expert_bytes(self.n, self.k, storage is Storage.MXFP4)
-        self.layers = [random_packed(self.experts, self.n, self.k, storage) for _ in range(-(-LAYER_BYTES // size))]
+        self.layers = [random_packed(self.experts, self.n, self.k, storage) for _ in range(-(-layer_bytes // size))]
         self.bias = torch.randn(self.experts, self.n, device="cuda").to(torch.bfloat16)
 
-    def measure(self, tokens: int, h_scale: str, options: Options, repeats: int) -> dict[str, Any]:
+    def measure(self, tokens: int, h_scale: str, options: Options, skew: float, repeats: int) -> dict[str, Any]:
         group = H_GROUPS[h_scale]
-        launches = max(MIN_LAUNCHES, len(self.layers))
-        routings = [Routing(tokens, self.experts) for _ in range(launches)]
+        launches = max(MIN_LAUNCHES if tokens < MANY_TOKENS else 4, len(self.layers))
+        routings = [Routing(tokens, self.experts, skew) for _ in range(launches)]
         run = self._launcher(tokens, group, options)
         stream = torch.cuda.Stream()
         graph = torch.cuda.CUDAGraph()
@@ -90,7 +93,8 @@ class Bench:
             end.synchronize()
             if i >= 2:
                 seconds.append(begin.elapsed_time(end) / 1e3 / launches)
-        return self._record(tokens, h_scale, options, routings, statistics.median(seconds))
+        record = self._record(tokens, h_scale, options, routings, statistics.median(seconds))
+        return record | {"plan": options.plan.name.lower(), "skew": skew}
 
     def _launcher(self, tokens: int, group: int, options: Options) -> Any:
         rows, none = tokens * TOP_K, torch.empty(0)
@@ -141,6 +145,7 @@ class Bench:
             "counted_bytes": round(counted),
             "packed_bytes": round(packed),
             "operations": 2 * tokens * TOP_K * self.n * self.k,
+            "tflop_per_s": round(2 * tokens * TOP_K * self.n * self.k / seconds / 1e12, 1),
             "us": round(seconds * 1e6, 2),
             "packed_tb_per_s": round(packed / seconds / 1e12, 3),
             "share_of_bound": round(counted / BANDWIDTH / seconds, 4),
@@ -159,6 +164,9 @@ def main() -> None:
     parser.add_argument("--storage", nargs="+", choices=["mxfp4", "fp8"], default=["mxfp4", "fp8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--h-scale", nargs="+", choices=list(H_GROUPS), default=["static"])
+    parser.add_argument("--plan", nargs="+", choices=["auto", "wgmma", "prefill"], default=["wgmma"])
+    parser.add_argument("--skew", type=float, default=0.0, help="how uneven experts are (0 uniform, 1 like a prompt)")
+    parser.add_argument("--layer-gib", type=float, default=4.0, help="weights multiplied in turn, at least")
     parser.add_argument("--k-split", nargs="+", type=int, default=[0])
     parser.add_argument("--dependent-launch", action="store_true", help="launch with programmatic dependent launch")
     parser.add_argument("--repeats", type=int, default=10)
@@ -174,20 +182,16 @@ def main() -> None:
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     extra = {"card": torch.cuda.get_device_name(), "commit": args.commit or commit(), "date": today}
     extra |= {"label": args.label} if args.label else {}
-    for model in args.model:
-        for product in args.product:
-            for storage in args.storage:
-                bench = Bench(model, product, Storage[storage.upper()])
-                for tokens in args.batch:
-                    for h_scale in args.h_scale:
-                        for split in args.k_split:
-                            options = Options(Plan.WGMMA, split, flags)
-                            line = json.dumps(extra | bench.measure(tokens, h_scale, options, args.repeats))
-                            print(line, flush=True)
-                            if args.out is not None:
-                                with args.out.open("a") as file:
-                                    file.write(line + "\n")
-                del bench
+    for model, product, storage in itertools.product(args.model, args.product, args.storage):
+        bench = Bench(model, product, Storage[storage.upper()], int(args.layer_gib * (1 << 30)))
+        for tokens, plan, h_scale, split in itertools.product(args.batch, args.plan, args.h_scale, args.k_split):
+            options = Options(Plan[plan.upper()], split, flags)
+            line = json.dumps(extra | bench.measure(tokens, h_scale, options, args.skew, args.repeats))
+            print(line, flush=True)
+            if args.out is not None:
+                with args.out.open("a") as file:
+                    file.write(line + "\n")
+        del bench
 
 
 if __name__ == "__main__":

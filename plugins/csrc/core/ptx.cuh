@@ -53,6 +53,11 @@ __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// Counts the calling warp at barrier `id` without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 // ---- copies and shared memory ---------------------------------------------------------------
 
 // Device to shared memory by the copy engine; addresses and bytes are multiples of 16. Completes on
@@ -122,12 +127,28 @@ __device__ __forceinline__ float2 load_shared_f64(uint32_t address) {
   return value;
 }
 
+__device__ __forceinline__ float4 load_shared_f128(uint32_t address) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address)
+               : "memory");
+  return value;
+}
+
 // Bytes of {low, high} chosen by the low four nibbles of `selectors`. Opaque to the compiler, which
 // otherwise masks the halves of `selectors` apart and spends an operation more on each.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {
   uint32_t value;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(value) : "r"(low), "r"(high), "r"(selectors));
   return value;
+}
+
+// 1 / value to about an ulp, for normal results.
+__device__ __forceinline__ float approximate_reciprocal(float value) {
+  float reciprocal;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
+  return reciprocal;
 }
 
 // The value, kept in a register: the compiler would rather compute it again in every turn of a

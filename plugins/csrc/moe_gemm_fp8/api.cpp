@@ -53,7 +53,7 @@ gptoss_trt_status check_sizes(const Args* args) {
       {"product", args->product, GPTOSS_TRT_MOE_GATE_UP, GPTOSS_TRT_MOE_DOWN},
       {"storage", args->storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8},
       {"scale_mode", args->scale_mode, GPTOSS_TRT_SCALE_STATIC, GPTOSS_TRT_SCALE_BLOCK64},
-      {"plan", args->plan, GPTOSS_TRT_MOE_PLAN_AUTO, GPTOSS_TRT_MOE_PLAN_WGMMA},
+      {"plan", args->plan, GPTOSS_TRT_MOE_PLAN_AUTO, GPTOSS_TRT_MOE_PLAN_PREFILL},
       {"k_split", args->k_split, 0, kMaxSplit},
       {"experts", args->experts, 1, kMaxExperts},
       {"top_k", args->top_k, 1, kMaxTopK},
@@ -149,6 +149,8 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
     p.split_tickets = reinterpret_cast<int32_t*>(workspace + layout.split_tickets);
     p.h_values = reinterpret_cast<float*>(workspace + layout.h_values);
     p.partials = reinterpret_cast<float*>(workspace + layout.partials);
+    p.items_taken = reinterpret_cast<int32_t*>(workspace + layout.items_taken);
+    p.gathered = workspace + layout.gathered;
   }
   p.expert_bytes = expert_bytes(storage, args.n, args.k);
   p.strip_bytes = strip_bytes(storage, args.k);
@@ -169,6 +171,8 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
   p.k_split = plan.k_split;
   p.routing_ready = (args.flags & GPTOSS_TRT_MOE_ROUTING_READY) != 0;
   p.shared = plan.shared;
+  p.tile_row_bytes = tile_row_bytes(args);
+  p.prefill = plan.prefill;
   return p;
 }
 
@@ -178,12 +182,23 @@ gptoss_trt_status check_plan(const Args& args, const Plan& plan) {
     return fail(GPTOSS_TRT_UNSUPPORTED, "moe_gemm_fp8: the SIMT plan takes %d rows at most, not %d",
                 kMaxGridY, args.tokens * args.top_k);
   }
-  if (plan.shared.total_bytes <= kSharedBytesLimit) return GPTOSS_TRT_OK;
+  const bool prefill = plan.kind == GPTOSS_TRT_MOE_PLAN_PREFILL;
+  if (prefill && args.k_split > 1) {
+    return fail(GPTOSS_TRT_UNSUPPORTED,
+                "moe_gemm_fp8: the prefill plan keeps K whole, k_split is %d", args.k_split);
+  }
+  if (prefill && args.product == GPTOSS_TRT_MOE_GATE_UP && args.n % 8 != 0) {
+    return fail(GPTOSS_TRT_UNSUPPORTED,
+                "moe_gemm_fp8: the prefill plan stores h by fours, n is %d, no multiple of 8",
+                args.n);
+  }
+  const int bytes = prefill ? plan.prefill.total_bytes : plan.shared.total_bytes;
+  if (bytes <= kSharedBytesLimit) return GPTOSS_TRT_OK;
   return fail(
       GPTOSS_TRT_UNSUPPORTED,
       "moe_gemm_fp8: k %d with %d tokens a block needs %d bytes of shared memory, more than "
       "%d",
-      args.k, plan.token_block, plan.shared.total_bytes, kSharedBytesLimit);
+      args.k, plan.token_block, bytes, kSharedBytesLimit);
 }
 
 gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
@@ -208,8 +223,16 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
       (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors, stream};
   const Params params = make_params(args, plan, layout);
   const auto storage = static_cast<Storage>(args.storage);
-  error = plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT ? launch_simt(storage, params, options)
-                                                : launch_wgmma(storage, params, options);
+  switch (plan.kind) {
+    case GPTOSS_TRT_MOE_PLAN_SIMT:
+      error = launch_simt(storage, params, options);
+      break;
+    case GPTOSS_TRT_MOE_PLAN_PREFILL:
+      error = launch_prefill(storage, params, options);
+      break;
+    default:
+      error = launch_wgmma(storage, params, options);
+  }
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
 }
 

@@ -19,6 +19,8 @@ struct LaunchOptions {
 cudaError_t launch_wgmma(Storage storage, const Params& params, const LaunchOptions& options);
 // From h_values to out and out_scale; behind a product that left h there.
 cudaError_t launch_quantise(const Params& params, const LaunchOptions& options);
+// Behind a kernel that brings the activations into tiles.
+cudaError_t launch_prefill(Storage storage, const Params& params, const LaunchOptions& options);
 cudaError_t launch_simt(Storage storage, const Params& params, const LaunchOptions& options);
 
 }  // namespace gptoss::moe

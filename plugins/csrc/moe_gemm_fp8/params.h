@@ -40,7 +40,19 @@ struct Params {
   int k_split;
   int routing_ready;  // offsets may be read before dependency_wait
   SharedLayout shared;
+  // Of the prefill plan.
+  uint8_t* gathered;     // token tiles, gather_kernel.cuh
+  int32_t* items_taken;  // beyond the first of each block of threads
+  int tile_row_bytes;    // of one token in one record: 128 codes and its scales
+  PrefillShared prefill;
 };
+
+// One kernel each: what it computes, and how the activations are scaled that it makes or takes.
+enum class Kind { kGateUpStatic, kGateUpGroups, kDown, kDownPer64 };
+
+GPTOSS_HOST_DEVICE constexpr bool is_gate_up(Kind kind) {
+  return kind == Kind::kGateUpStatic || kind == Kind::kGateUpGroups;
+}
 
 }  // namespace gptoss::moe
 

@@ -39,12 +39,14 @@ uint64_t partial_bytes(const gptoss_trt_moe_gemm_args& args, int tokens) {
          token_block_for(tokens) * sizeof(float);
 }
 
+// Scales of an activation row in one record.
+int scales_per_record(const gptoss_trt_moe_gemm_args& args) {
+  return args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64 ? 2 : 1;
+}
+
 SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) {
   const auto storage = static_cast<Storage>(args.storage);
-  const int scale_rows =
-      args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64
-          ? 2 * records(args.k)
-          : records(args.k);
+  const int scale_rows = scales_per_record(args) * records(args.k);
   SharedLayout shared{};
   int end = 0;
   const auto take = [&end](int bytes) {
@@ -68,7 +70,55 @@ SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) 
   return shared;
 }
 
+PrefillShared make_prefill_shared(const gptoss_trt_moe_gemm_args& args) {
+  const auto storage = static_cast<Storage>(args.storage);
+  const bool gate_up = args.product == GPTOSS_TRT_MOE_GATE_UP;
+  constexpr int kWord = sizeof(int32_t);
+  PrefillShared shared{};
+  int end = 0;
+  const auto take = [&end](int bytes) {
+    const int at = end;
+    end += align_shared(bytes);
+    return at;
+  };
+  shared.barriers = take(2 * kPrefillMaxStages * kBarrierBytes);
+  shared.items = take(kPrefillMaxStages * 4 * kWord);
+  shared.tables = take(3 * (args.experts + 1) * kWord);
+  shared.row_info = take(gate_up ? 0 : kPrefillConsumers * 2 * kPrefillBlock * kWord);
+  shared.values = take(gate_up ? kPrefillBlock * kPrefillValuePitch * kWord : 0);
+  shared.ring = end;
+  shared.record_offset = align_shared(kPrefillBlock * tile_row_bytes(args));
+  shared.record_pitch = align_shared(record_bytes(storage, 2));
+  shared.stage_bytes = shared.record_offset + kPrefillConsumers * shared.record_pitch;
+  shared.stages = std::min(kPrefillMaxStages, (kSharedBytesLimit - end) / shared.stage_bytes);
+  shared.total_bytes = end + std::max(shared.stages, kMinStages) * shared.stage_bytes;
+  return shared;
+}
+
+// Rows of h are stored by fours.
+bool can_prefill(const gptoss_trt_moe_gemm_args& args) {
+  return args.k_split <= 1 && (args.product == GPTOSS_TRT_MOE_DOWN || args.n % 8 == 0) &&
+         make_prefill_shared(args).total_bytes <= kSharedBytesLimit;
+}
+
+bool is_prefill(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO) return args.plan == GPTOSS_TRT_MOE_PLAN_PREFILL;
+  return rows(args, tokens) > static_cast<uint64_t>(kPrefillRows) * args.experts &&
+         can_prefill(args);
+}
+
+// The most tokens up to `most` that another plan than prefill serves.
+int most_tokens_elsewhere(const gptoss_trt_moe_gemm_args& args, int most) {
+  if (!is_prefill(args, most)) return most;
+  if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO) return 0;
+  return kPrefillRows * args.experts / args.top_k;
+}
+
 }  // namespace
+
+int tile_row_bytes(const gptoss_trt_moe_gemm_args& args) {
+  return kRecordColumns + scales_per_record(args) * static_cast<int>(sizeof(float));
+}
 
 int scale_group(int scale_mode) {
   return scale_mode == GPTOSS_TRT_SCALE_BLOCK128  ? 128
@@ -78,6 +128,13 @@ int scale_group(int scale_mode) {
 
 Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
   Plan plan{};
+  if (is_prefill(args, args.tokens)) {
+    plan.kind = GPTOSS_TRT_MOE_PLAN_PREFILL;
+    plan.token_block = kPrefillBlock;
+    plan.k_split = 1;
+    plan.prefill = make_prefill_shared(args);
+    return plan;
+  }
   plan.kind =
       args.plan == GPTOSS_TRT_MOE_PLAN_SIMT ? GPTOSS_TRT_MOE_PLAN_SIMT : GPTOSS_TRT_MOE_PLAN_WGMMA;
   plan.token_block = token_block_for(args.tokens);
@@ -88,7 +145,7 @@ Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
 
 WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
   WorkspaceLayout layout{};
-  const int most = args.max_tokens;
+  const int most = most_tokens_elsewhere(args, args.max_tokens);
   const uint64_t blocks = most_token_blocks(args, most);
   const bool quantises = args.product == GPTOSS_TRT_MOE_GATE_UP;
   const bool through_values =
@@ -99,6 +156,10 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
       partials = std::max(partials, partial_bytes(args, tokens));
     }
   }
+  const uint64_t gathered_rows = rows(args, args.max_tokens) +
+                                 static_cast<uint64_t>(kMostPadding) *
+                                     std::min<uint64_t>(args.experts, rows(args, args.max_tokens));
+  const bool prefills = is_prefill(args, args.max_tokens);
   uint64_t end = 0;
   const auto take = [&end](uint64_t bytes) {
     const uint64_t at = end;
@@ -109,6 +170,8 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
   layout.counter_bytes = end;
   layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
   layout.partials = take(partials);
+  layout.items_taken = take(prefills ? sizeof(int32_t) : 0);
+  layout.gathered = take(prefills ? gathered_rows * records(args.k) * tile_row_bytes(args) : 0);
   layout.total_bytes = end;
   return layout;
 }

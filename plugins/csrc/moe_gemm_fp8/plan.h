@@ -41,12 +41,54 @@ struct SharedLayout {
   int total_bytes;
 };
 
+// The prefill plan: warpgroups that multiply, each a strip of its own, with the same block of
+// tokens.
+constexpr int kPrefillConsumers = 2;
+constexpr int kPrefillConsumerThreads = kPrefillConsumers * 128;
+constexpr int kPrefillThreads = kPrefillConsumerThreads + 128;
+constexpr int kPrefillBlock = 128;  // tokens
+constexpr int kPrefillMaxStages = 8;
+// GATE_UP finishes 4 strips, 128 channels of h, at a time: the most that share a scale.
+constexpr int kPrefillChannels = 128;
+constexpr int kPrefillValuePitch = kPrefillChannels + 4;  // floats; other rows, other banks
+// AUTO takes the prefill plan above this many rows an expert on average.
+constexpr int kPrefillRows = 32;
+
+// Byte offsets into the block's dynamic shared memory, prefill plan.
+struct PrefillShared {
+  int barriers;  // full and empty [kPrefillMaxStages]
+  int items;     // Item of each stage, 16 bytes
+  int tables;    // i32 [3][E + 1]: rows, token blocks, columns of token blocks before an expert
+  int row_info;  // DOWN, [kPrefillConsumers][2][kPrefillBlock]: output slots, routing weights
+  int values;    // GATE_UP, f32 [kPrefillBlock][kPrefillValuePitch]: h of an item
+  int ring;      // [stages]: token tile, then a record of each warpgroup's strip
+  int record_offset;
+  int record_pitch;
+  int stage_bytes;
+  int stages;
+  int total_bytes;
+};
+
+// Columns of the instruction that serves the `rows` (1 to kPrefillBlock) of a token block.
+GPTOSS_HOST_DEVICE constexpr int block_columns(int rows) {
+  return rows <= 16 ? 16 : rows <= 32 ? 32 : rows <= 64 ? 64 : rows <= 96 ? 96 : kPrefillBlock;
+}
+
+// Columns of all token blocks of an expert with `rows` rows.
+GPTOSS_HOST_DEVICE constexpr int expert_columns(int rows) {
+  const int tail = rows % kPrefillBlock;
+  return rows - tail + (tail > 0 ? block_columns(tail) : 0);
+}
+constexpr int kMostPadding = 31;  // expert_columns(rows) - rows
+
 // Byte offsets into the caller's workspace. `counter_bytes` from the start are counters.
 struct WorkspaceLayout {
   uint64_t split_tickets;  // i32 [token blocks][strips]
   uint64_t counter_bytes;
-  uint64_t h_values;  // f32 [P, n / 2] before quantisation
-  uint64_t partials;  // f32 [token blocks][strips][k_split][64 x token block]
+  uint64_t h_values;     // f32 [P, n / 2] before quantisation
+  uint64_t partials;     // f32 [token blocks][strips][k_split][64 x token block]
+  uint64_t items_taken;  // i32, prefill
+  uint64_t gathered;     // token tiles, prefill
   uint64_t total_bytes;
 };
 
@@ -55,13 +97,17 @@ struct Plan {
   int token_block;  // rows of an expert that one pass over its weights serves
   int k_split;
   SharedLayout shared;  // of the WGMMA plan
+  PrefillShared prefill;
 };
 
 // Rows of h (pairs of weight rows) that share one scale: 128, 64, or 0 for static.
 int scale_group(int scale_mode);
 
-// Tiles for a call with args->tokens tokens. `shared.total_bytes` may exceed kSharedBytesLimit: the
-// caller refuses then.
+// Bytes of one token in one record of a token tile: 128 codes and one or two scales.
+int tile_row_bytes(const gptoss_trt_moe_gemm_args& args);
+
+// Tiles for a call with args->tokens tokens. `shared.total_bytes` and `prefill.total_bytes` may
+// exceed kSharedBytesLimit: the caller refuses then.
 Plan make_plan(const gptoss_trt_moe_gemm_args& args);
 
 // Depends on max_tokens, not on tokens.

@@ -14,6 +14,7 @@
 #include "moe_gemm_fp8/epilogue.cuh"
 #include "moe_gemm_fp8/params.h"
 #include "moe_gemm_fp8/schedule.cuh"
+#include "moe_gemm_fp8/token_run.cuh"
 #include "moe_gemm_fp8/weight_reader.cuh"
 
 namespace gptoss::moe {
@@ -22,20 +23,11 @@ __constant__ constexpr CodeTable kCodeTable = make_code_table();
 
 constexpr int kTokensBarrier = 1;     // named barrier of all consumers
 constexpr int kWarpgroupBarrier = 2;  // and of warpgroup w: kWarpgroupBarrier + w
-constexpr int kCoreRows = 8;          // tokens of one core matrix
-constexpr int kCoreBytes = 128;
 constexpr int kBarrierBytes = 8;
 
 // A launch of kThreads gets 96 registers a thread: 512 x 104 + 128 x 64 are as many.
 constexpr int kConsumerRegisters = 104;
 constexpr int kProducerRegisters = 64;
-
-// One kernel each: what it computes, and how the activations are scaled that it makes or takes.
-enum class Kind { kGateUpStatic, kGateUpGroups, kDown, kDownPer64 };
-
-GPTOSS_HOST_DEVICE constexpr bool is_gate_up(Kind kind) {
-  return kind == Kind::kGateUpStatic || kind == Kind::kGateUpGroups;
-}
 
 // Views of the block's shared memory.
 struct Shared {
@@ -67,25 +59,6 @@ __device__ __forceinline__ int instruction_tokens(int rows) {
 }
 
 // ---- tokens ---------------------------------------------------------------------------------
-
-// Brings 64 columns of one token in the order that the weights have: word 4a + c of the run
-// becomes word 4c + a.
-__device__ __forceinline__ void copy_token_run(const Params& p, const uint8_t* source, int column,
-                                               uint8_t* target, int chunk_stride) {
-  uint4 in[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    in[i] = source != nullptr && column + 16 * i < p.k
-                ? __ldg(reinterpret_cast<const uint4*>(source + column) + i)
-                : make_uint4(0, 0, 0, 0);
-  }
-  *reinterpret_cast<uint4*>(target) = make_uint4(in[0].x, in[1].x, in[2].x, in[3].x);
-  *reinterpret_cast<uint4*>(target + chunk_stride) = make_uint4(in[0].y, in[1].y, in[2].y, in[3].y);
-  *reinterpret_cast<uint4*>(target + 2 * chunk_stride) =
-      make_uint4(in[0].z, in[1].z, in[2].z, in[3].z);
-  *reinterpret_cast<uint4*>(target + 3 * chunk_stride) =
-      make_uint4(in[0].w, in[1].w, in[2].w, in[3].w);
-}
 
 // All consumers bring the token block, its scales and what the epilogue needs of its rows. Every
 // load but the tokens' own is asynchronous, so that one latency covers them all.

@@ -75,6 +75,7 @@ def test_no_kernel_spills_and_wgmma_is_not_serialised(build_log: str) -> None:
     kernels = re.findall(r"Compiling entry function '(\S+)'", build_log)
     assert len([name for name in kernels if "wgmma" in name]) == 8
     spills = [int(number) for number in re.findall(r"(\d+) bytes spill", build_log)]
+    assert len([name for name in kernels if "moe_gemm_prefill" in name]) == 6
     assert spills and max(spills) == 0, build_log
     assert "serialized" not in build_log
 
@@ -134,12 +135,36 @@ def test_no_tokens_launch_nothing(library: Library) -> None:
 
 
 def test_workspace_grows_with_max_tokens_and_is_checked(library: Library) -> None:
-    sizes = [library.moe_gemm_workspace(arguments(tokens=1, max_tokens=most)) for most in (1, 8, 64, 512)]
+    sizes = [
+        library.moe_gemm_workspace(arguments(plan=Plan.WGMMA, tokens=1, max_tokens=most)) for most in (1, 8, 64, 512)
+    ]
     assert sizes == sorted(sizes) and sizes[-1] >= 512 * 4 * 2880 * 4
     args = arguments()
     args.workspace, args.workspace_bytes = 4096, 100
     with pytest.raises(LibraryError, match="workspace has 100 bytes"):
         library.moe_gemm_prepare(args, 0)
+
+
+def test_prefill_keeps_its_tiles_in_the_workspace(library: Library) -> None:
+    """Codes and scales of every row, and of 31 rows of padding an expert at most; AUTO takes as much from its limit."""
+    per_row = 23 * (128 + 4)
+    for tokens in (1, 257, 4096):
+        size = library.moe_gemm_workspace(arguments(plan=Plan.PREFILL, tokens=tokens, max_tokens=tokens))
+        assert 0 <= size - (4 * tokens + 31 * min(32, 4 * tokens)) * per_row <= 1024
+    large = arguments(tokens=4096, max_tokens=4096, scale_mode=ScaleMode.STATIC)
+    assert library.moe_gemm_workspace(large) == size
+    small = arguments(tokens=1, max_tokens=256, scale_mode=ScaleMode.STATIC)
+    assert library.moe_gemm_workspace(small) == 0
+
+
+def test_prefill_refuses_what_it_cannot_do(library: Library) -> None:
+    filled = {"weights": 4096, "x": 4096, "x_scale": 4096, "expert_offsets": 4096, "row_slots": 4096, "out": 4096}
+    for changes, words in (({"k_split": 2}, "keeps K whole, k_split is 2"), ({"n": 100}, "n is 100, no multiple of 8")):
+        args = arguments(plan=Plan.PREFILL, scale_mode=ScaleMode.STATIC, **changes)
+        for name, pointer in filled.items():
+            setattr(args, name, pointer)
+        with pytest.raises(LibraryError, match=words):
+            library.moe_gemm(args, 0)
 
 
 def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:
