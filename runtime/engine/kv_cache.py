@@ -71,10 +71,10 @@ class KvCache:
         """Makes room for `count` more tokens in both tables, behind those computed and planned; False, with nothing
         taken, when a pool lacks blocks."""
         table, end = sequence.table, self._blocks_for(sequence.computed + sequence.planned + count)
+        if end <= len(table.full) and end <= table.window_first + len(table.window):
+            return True
         fresh_full = max(0, end - len(table.full))
         fresh_window = max(0, end - table.window_first - len(table.window))
-        if not fresh_full and not fresh_window:
-            return True
         if fresh_full > self.full.available or fresh_window > self.window.available:
             return False
         table.full += [self.full.take() for _ in range(fresh_full)]

@@ -47,6 +47,7 @@ class _Wish(NamedTuple):
     """What a request wants of its tokens, looked at once."""
 
     token_only: bool  # nothing but the next token, from unfiltered logits
+    always: bool  # and that at every position
     unstoppable: int  # output tokens that no stop id may follow: that many are chosen by the Sampler
     temperature: float  # 0 when greedy
 
@@ -56,19 +57,23 @@ def is_drawn(works: Items[Work], most: int, *, drafts: bool = False) -> bool:
     wants no more than that, or with `drafts` one for each token of its draft too, and they are `most` or fewer."""
     draws = 0
     for work in works:
-        if not work.samples:
-            if work.logits:
+        if work.samples:
+            rows = 1 + len(work.draft) if drafts else 1
+            draws += rows
+            if work.logits != rows or not _wants_token_only(work):
                 return False
-            continue
-        rows = 1 + len(work.draft) if drafts else 1
-        draws += rows
-        sequence = work.sequence
-        wish = _wish(sequence.request)
-        if work.logits != rows or not wish.token_only or sequence.lacks_prompt_logprobs:
-            return False
-        if work.start + work.count - len(work.draft) - sequence.prompt_tokens < wish.unstoppable:
+        elif work.logits:
             return False
     return draws <= most
+
+
+def _wants_token_only(work: Work) -> bool:
+    sequence = work.sequence
+    wish = _wish(sequence.request)
+    if wish.always or not wish.token_only:
+        return wish.token_only
+    position = work.start + work.count - len(work.draft) - sequence.prompt_tokens
+    return position >= wish.unstoppable and not sequence.lacks_prompt_logprobs
 
 
 def draws_of(works: Items[Work], source: NDArray[np.int32] | None) -> tuple[Draws, list[Sequence]]:
@@ -81,7 +86,7 @@ def draws_of(works: Items[Work], source: NDArray[np.int32] | None) -> tuple[Draw
             request = sequence.request
             temperature = _wish(request).temperature
             last = work.start + work.count - sequence.prompt_tokens
-            for position in range(last - len(work.draft), last + 1):
+            for position in range(last - len(work.draft), last + 1) if work.draft else (last,):
                 sequences.append(sequence)
                 temperatures.append(temperature)
                 shares.append(uniform(request.seed, sequence.index, position) if temperature else 0.0)
@@ -107,12 +112,15 @@ def _outcome(token: int) -> Outcome:
 
 
 def _wish(request: Request) -> _Wish:
-    if not isinstance(request.memo, _Wish):
+    memo = request.memo
+    if not isinstance(memo, _Wish):
         submit = request.submit
         unstoppable = submit.min_tokens if submit.stop_ids else 0
         temperature = 0.0 if is_greedy(submit.sampling) else submit.sampling.temperature
-        request.memo = _Wish(_is_unfiltered(submit), unstoppable, temperature)
-    return request.memo
+        token_only = _is_unfiltered(submit)
+        always = token_only and not unstoppable and submit.prompt_logprobs is None
+        memo = request.memo = _Wish(token_only, always, unstoppable, temperature)
+    return memo
 
 
 def _is_unfiltered(submit: Submit) -> bool:

@@ -71,12 +71,11 @@ class Work:
     count: int
     logits: int
     draft: tuple[int, ...] = ()
+    samples: bool = field(init=False)
+    """Whether it ends with a new token. Planned ahead, it may begin with a token that is awaited."""
 
-    @property
-    def samples(self) -> bool:
-        """Whether this work ends with a new token (until its own is committed). Planned ahead, it may begin with a
-        token that is awaited."""
-        return self.start + self.count - len(self.draft) >= len(self.sequence.tokens)
+    def __post_init__(self) -> None:
+        self.samples = self.start + self.count - len(self.draft) >= len(self.sequence.tokens)
 
 
 class Outcome(NamedTuple):
@@ -203,9 +202,10 @@ class Scheduler:
         plan = StepPlan()
         prompts = []
         for sequence in self._running:
-            if not sequence.decoding:
-                prompts.append(sequence)
-            elif sequence.output_tokens + sequence.awaited < sequence.request.submit.max_tokens:
+            known = len(sequence.tokens) + sequence.awaited
+            if known - sequence.planned - sequence.computed != 1 or known == sequence.prompt_tokens:
+                prompts.append(sequence)  # it is not decoding
+            elif known - sequence.prompt_tokens < sequence.request.submit.max_tokens:
                 if not self._cache.extend(sequence, 1):
                     self.withdraw(plan)
                     return None
@@ -306,9 +306,11 @@ class Scheduler:
         self.last_prompt_tokens = plan.prompt_tokens
         for work, outcome in zip(plan.work, outcomes, strict=True):
             sequence = work.sequence
-            self._land(work)
-            if sequence.finished:
-                continue  # it was cancelled, or another sequence of its request failed, while the step ran
+            if sequence.finished:  # it was cancelled, or another sequence of its request failed, while the step ran
+                self._land(work)
+                continue
+            sequence.planned -= work.count
+            sequence.awaited -= work.samples
             if outcome.failure is not None:
                 self._fail(sequence.request, "INTERNAL", outcome.failure, trusted=False)
                 continue

@@ -120,7 +120,8 @@ class Request:
 
 def end_reason(sequence: Sequence) -> FinishReason | None:
     """Why the sequence ends with its last token: a stop id or sequence (both from min_tokens on), or its length."""
-    submit, tokens, done = sequence.request.submit, sequence.tokens, sequence.output_tokens
+    submit, tokens = sequence.request.submit, sequence.tokens
+    done = len(tokens) - sequence.prompt_tokens
     if done >= submit.min_tokens:
         if tokens[-1] in submit.stop_ids:
             return "stop"

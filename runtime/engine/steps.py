@@ -72,8 +72,7 @@ class StepRunner:
         if self._drawing is None or not plan.work or not is_drawn(plan.work, self._drawing.most_draws):
             return None
         try:
-            with torch.inference_mode():
-                return self._launch(self._drawing, plan, before)
+            return self._launch(self._drawing, plan, before)
         except Exception as error:
             if _is_fatal(error):
                 raise
@@ -135,32 +134,35 @@ def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
     """The batch of these works, in their order, with AWAITED in the place of each token that is not known yet. Tables
     are cut to the blocks that this step reads or writes and hold until the next call with these `rows`."""
     sequences = [work.sequence for work in works]
-    begins = np.fromiter([work.start for work in works], np.int32, len(works))
-    counts = np.fromiter([work.count for work in works], np.int32, len(works))
-    contexts = begins + counts
-    starts = np.zeros(len(works) + 1, np.int32)
-    np.cumsum(counts, out=starts[1:])
-    if starts[-1] == len(works) and counts.all():  # decode: one token each
+    begins = np.array([work.start for work in works], np.int32)
+    if all(work.count == 1 == work.logits for work in works):  # decode
+        contexts = begins + 1
+        starts = np.arange(len(works) + 1, dtype=np.int32)
         tokens = [_token(sequence.tokens, work.start) for sequence, work in zip(sequences, works, strict=True)]
-        positions = begins
+        positions, logits_rows = begins, starts[:-1]
     else:
+        counts = np.array([work.count for work in works], np.int32)
+        contexts = begins + counts
+        starts = np.zeros(len(works) + 1, np.int32)
+        np.cumsum(counts, out=starts[1:])
         tokens = list(itertools.chain.from_iterable(map(_tokens, works)))
         positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins - starts[:-1], counts)
+        logits_rows = _last_rows(starts[1:], np.array([work.logits for work in works], np.int32))
     full, window, firsts = rows.of([sequence.table for sequence in sequences], begins, contexts)
-    logits = np.fromiter([work.logits for work in works], np.int32, len(works))
 
-    def tensor(values: Ints | list[int]) -> torch.Tensor:
-        return torch.from_numpy(np.asarray(values, dtype=np.int32)).to(device)
+    def tensor(values: Ints) -> torch.Tensor:
+        there = torch.from_numpy(values)
+        return there if device == "cpu" else there.to(device)
 
     return StepBatch(
-        token_ids=tensor(tokens),
+        token_ids=tensor(np.array(tokens, np.int32)),
         positions=tensor(positions),
         query_start=tensor(starts),
         context_lens=tensor(contexts),
         full_blocks=tensor(np.ascontiguousarray(full)),
         window_blocks=tensor(np.ascontiguousarray(window)),
         window_first_block=tensor(firsts),
-        logits_rows=tensor(_last_rows(starts[1:], logits)),
+        logits_rows=tensor(logits_rows),
     )
 
 
@@ -183,16 +185,20 @@ def _last_rows(ends: Ints, counts: Ints) -> Ints:
 def _take_awaited(batch: StepBatch, works: list[Work], before: Flight | None) -> Ints | None:
     """Draws.source of a batch with awaited tokens, whose ids then are any that exist; None when all are known."""
     tokens = batch.token_ids.numpy()
-    places = np.flatnonzero(tokens == AWAITED)
-    if not len(places):
+    awaited = tokens == AWAITED
+    if not awaited.any():
         return None
     assert before is not None, "a token is awaited of a step that nobody launched"
-    row_of = {sequence: row for row, sequence in enumerate(before.draws)}
-    ends = batch.query_start.numpy()
-    owners = np.searchsorted(ends, places, side="right") - 1
-    source = np.full(len(tokens), -1, np.int32)
-    source[places] = [row_of[works[owner].sequence] for owner in owners.tolist()]
-    tokens[places] = 0
+    sequences = [work.sequence for work in works]
+    if len(tokens) == len(works) and sequences == before.draws:  # the usual case: the same rows
+        source = np.where(awaited, np.arange(len(works), dtype=np.int32), np.int32(-1))
+    else:
+        row_of = {sequence: row for row, sequence in enumerate(before.draws)}
+        places = np.flatnonzero(awaited)
+        owners = np.searchsorted(batch.query_start.numpy(), places, side="right") - 1
+        source = np.full(len(tokens), -1, np.int32)
+        source[places] = [row_of[sequences[owner]] for owner in owners.tolist()]
+    tokens[awaited] = 0
     return source
 
 

@@ -50,8 +50,12 @@ def is_decode(batch: StepBatch) -> bool:
     return (
         0 < sequences <= MAX_ROWS
         and len(batch.token_ids) == len(batch.logits_rows) == sequences
-        and bool((np.diff(batch.query_start.numpy()) == 1).all())
+        and _one_each(batch.query_start.numpy())
     )
+
+
+def _one_each(starts: np.ndarray[Any, np.dtype[np.int32]]) -> bool:
+    return bool((starts[1:] - starts[:-1] == 1).all())
 
 
 class Launched:

@@ -61,7 +61,6 @@ class GraphedModel:
         """Tokens that one launched step may draw."""
         return MAX_ROWS
 
-    @torch.inference_mode()
     def launch(self, batch: StepBatch, draws: Draws) -> Launched:
         """Starts a step whose batch lies in host memory; it ends with a token for each row of its logits, at most
         `most_draws` (the op `sample`; -1: the logits are not finite). Tokens may come from the step launched before
@@ -74,7 +73,6 @@ class GraphedModel:
             graphs.feed(moved.token_ids, draws.source)
         return graphs.draw(self.model.forward(moved), draws)
 
-    @torch.inference_mode()
     def launch_with(self, logits: torch.Tensor, draws: Draws) -> Launched:
         """The end of a launched step whose logits, fp32 [R, vocabulary] on the model's device, come from elsewhere."""
         return self._made().draw(logits, draws)

@@ -108,9 +108,12 @@ class StepShape:
         np.minimum(self._starts, real, out=fields["query_start"])
         for name in ("full_blocks", "window_blocks"):
             table, field = getattr(batch, name).numpy(), fields[name]
-            field[:real, : table.shape[1]] = table
-            field[:real, table.shape[1] :] = -1
-            field[real:] = -1
+            width = table.shape[1]
+            field[:real, :width] = table
+            if width < field.shape[1]:
+                field[:real, width:] = -1
+            if real < self.rows:
+                field[real:] = -1
         there, here = self._copies[chosen]
         there.copy_(here, non_blocking=True)
 
@@ -137,4 +140,5 @@ def _numpy(part: torch.Tensor, name: str, table: tuple[int, int] | None) -> NDAr
 
 def _fill(field: NDArray[np.generic], values: NDArray[np.generic], real: int) -> None:
     field[:real] = values
-    field[real:] = 0
+    if real < len(field):
+        field[real:] = 0
