@@ -8,18 +8,17 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Literal
 
-Listener = Callable[[Literal["stored", "removed"], bytes], None]
+Lost = Callable[[bytes], None]
 
 
 class BlockPool:
-    """Blocks 0..count-1. `listener` hears of contents that become known or are lost (for an external router)."""
+    """Blocks 0..count-1. `lost` hears of known contents that can be found no longer."""
 
-    def __init__(self, count: int, listener: Listener | None = None) -> None:
+    def __init__(self, count: int, lost: Lost | None = None) -> None:
         self.count = count
         self.reused = 0  # times that a known block was taken again
-        self._listener = listener
+        self._lost = lost
         self._references = [0] * count
         self._free = list(range(count - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -65,14 +64,13 @@ class BlockPool:
         self._references[block] += 1
         self.reused += 1
 
-    def publish(self, block: int, content: bytes) -> None:
-        """Makes a held block findable. When another block has that content already, that one stays the known one."""
+    def publish(self, block: int, content: bytes) -> bool:
+        """Makes a held block findable; False when another block has that content already and stays the known one."""
         if content in self._block_of or block in self._hash_of:
-            return
+            return False
         self._block_of[content] = block
         self._hash_of[block] = content
-        if self._listener is not None:
-            self._listener("stored", content)
+        return True
 
     def forget(self, block: int) -> None:
         """Makes a block's content unknown: it is about to be overwritten, or it is not to be trusted."""
@@ -82,8 +80,8 @@ class BlockPool:
         del self._block_of[content]
         if self._cached.pop(block, "absent") is None and self._references[block] == 0:
             self._free.append(block)
-        if self._listener is not None:
-            self._listener("removed", content)
+        if self._lost is not None:
+            self._lost(content)
 
     def release(self, block: int) -> None:
         """Gives one reference back; the last one makes the block cached or free."""
@@ -106,6 +104,10 @@ class BlockPool:
             raise RuntimeError("a block is in two states")
         if {content: block for block, content in self._hash_of.items()} != self._block_of:
             raise RuntimeError("the tables of known contents differ")
+
+    def known_contents(self) -> frozenset[bytes]:
+        """The contents that `find` finds."""
+        return frozenset(self._block_of)
 
     def held_counts(self) -> dict[int, int]:
         """References of each held block."""

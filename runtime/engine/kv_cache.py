@@ -8,22 +8,35 @@ from __future__ import annotations
 
 import array
 import hashlib
+from collections.abc import Sequence as Items
+from typing import Protocol
 
-from gptoss_trt.runtime.engine.block_pool import BlockPool, Listener
+from gptoss_trt.runtime.engine.block_pool import BlockPool
 from gptoss_trt.runtime.engine.sequence import BlockTable, Sequence
 
 HASH_BYTES = 16
+
+
+class KvListener(Protocol):
+    """Hears which blocks of full attention can be found by their content (for an external router)."""
+
+    def stored(self, content: bytes, parent: bytes | None, tokens: Items[int]) -> None:
+        """A block of these tokens behind the block `parent` (None: a prompt's first) can be found from now on."""
+
+    def removed(self, content: bytes) -> None:
+        """It can be found no longer."""
 
 
 class KvCache:
     """Block accounting for `full_blocks` and `window_blocks` blocks of `block_tokens` positions each."""
 
     def __init__(
-        self, full_blocks: int, window_blocks: int, block_tokens: int, window: int, listener: Listener | None = None
+        self, full_blocks: int, window_blocks: int, block_tokens: int, window: int, listener: KvListener | None = None
     ) -> None:
         self.block_tokens = block_tokens
         self.window_tokens = window
-        self.full = BlockPool(full_blocks, listener)
+        self._listener = listener
+        self.full = BlockPool(full_blocks, None if listener is None else listener.removed)
         self.window = BlockPool(window_blocks)
 
     @property
@@ -99,13 +112,19 @@ class KvCache:
         whole = computed // self.block_tokens
         self._hash_blocks(sequence, whole)
         for block in range(table.published, whole):
-            self.full.publish(table.full[block], table.hashes[block])
+            if self.full.publish(table.full[block], table.hashes[block]) and self._listener is not None:
+                self._tell_stored(self._listener, sequence, block)
             self.window.publish(table.window[block - table.window_first], table.hashes[block])
         table.published = max(table.published, whole)
         first = self.first_visible_block(sequence.computed)
         for _ in range(table.window_first, min(first, table.window_first + len(table.window))):
             self.window.release(table.window.pop(0))
         table.window_first = max(table.window_first, first)
+
+    def _tell_stored(self, listener: KvListener, sequence: Sequence, block: int) -> None:
+        hashes, size = sequence.table.hashes, self.block_tokens
+        tokens = sequence.tokens[block * size : (block + 1) * size]
+        listener.stored(hashes[block], hashes[block - 1] if block else None, tokens)
 
     def distrust(self, sequence: Sequence) -> None:
         """Nothing that the sequence computed may be found again, in or out of the window."""

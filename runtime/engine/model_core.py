@@ -12,7 +12,7 @@ import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import psutil
 import torch
@@ -35,6 +35,9 @@ from gptoss_trt.runtime.engine.speculation.load import load_draft_model, make_sp
 from gptoss_trt.runtime.engine.steps import Model, StepRunner
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.launch import settings
+
+if TYPE_CHECKING:
+    from gptoss_trt.runtime.engine.kv_events import KvEventPublisher
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +67,8 @@ class ModelCore:
         kv_bytes, draft_bytes = split_memory(kv_bytes, shape, draft_shape)
         blocks = shape.pool_sizes(kv_bytes)
         model.allocate_kv(*blocks, options.block_tokens)
-        self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window)
+        self._kv_events = _publisher(options, device)
+        self._cache = KvCache(*blocks, options.block_tokens, config.sliding_window, self._kv_events)
         self._compiler = guide_compiler
         self._options = options
         self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
@@ -100,6 +104,8 @@ class ModelCore:
     def step(self) -> list[tuple[RequestKey, Event]]:
         stepped = self._pipeline.step()
         events = self._scheduler.take_events()
+        if self._kv_events is not None:
+            self._kv_events.flush()
         if not stepped and not events:
             raise RuntimeError(f"no work can be planned for {len(self._scheduler.requests)} open requests")
         return events
@@ -162,6 +168,17 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
             graphs = graphed.warm(rows)
             log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
     return GuidedCore(core, compiler)
+
+
+def _publisher(options: EngineOptions, device: str) -> KvEventPublisher | None:
+    if not options.kv_events:
+        return None
+    from gptoss_trt.runtime.engine.kv_events import KvEventPublisher
+
+    medium = "GPU" if device == "cuda" else "CPU"
+    return KvEventPublisher(
+        options.kv_events, options.kv_events_replay, block_tokens=options.block_tokens, medium=medium
+    )
 
 
 def _context(model: Model, options: EngineOptions) -> int:

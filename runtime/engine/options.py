@@ -37,6 +37,8 @@ class EngineOptions:
     speculation: str = "none"  # how tokens are drafted: none, ngram or draft (by a draft engine)
     draft_engine: str = ""  # directory of the draft engine, made absolute
     draft_tokens: int = 0  # most tokens drafted for a sequence in one step
+    kv_events: str = ""  # ZeroMQ endpoint that tells routers which prefix blocks are held, as tcp://127.0.0.1:5557
+    kv_events_replay: str = ""  # ZeroMQ endpoint that repeats what a router missed
 
     def __post_init__(self) -> None:
         ranges = {
@@ -57,6 +59,12 @@ class EngineOptions:
             raise EngineLoadError(f"engine option max_batch is {self.max_batch}, over step_tokens, {self.step_tokens}")
         if self.device not in ("", "cpu", "cuda"):
             raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
+        if self.kv_events_replay and not self.kv_events:
+            raise EngineLoadError(
+                f"engine option kv_events_replay is {self.kv_events_replay!r}, but kv_events is empty"
+            )
+        if self.kv_events and not self.prefix_cache:
+            raise EngineLoadError(f"engine option kv_events is {self.kv_events!r}, but prefix_cache is off")
         self._check_speculation()
 
     def _check_speculation(self) -> None:

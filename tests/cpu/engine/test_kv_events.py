@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from typing import Any
 
 import msgpack
 import pytest
 import zmq
+from click.testing import CliRunner
 
+from gptoss_trt.build_engine.random_engine import random_engine
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.kv_events import KvEventPublisher
+from gptoss_trt.runtime.engine.messages import Sampling, Submit
+from gptoss_trt.runtime.engine.model_core import ModelCore
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.model import load_model
 
 TIMEOUT_MS = 5000
 A, B, C = (bytes([value] * 16) for value in (1, 2, 3))
@@ -110,3 +117,51 @@ def test_a_bad_replay_request_is_survived(
 def test_an_endpoint_that_cannot_be_bound_is_named(endpoint: str) -> None:
     with pytest.raises(EngineLoadError, match="kv_events"):
         KvEventPublisher(endpoint, "", block_tokens=2, medium="CPU")
+
+
+def test_a_router_knows_what_the_engine_holds(
+    tmp_path: Any, endpoints: tuple[str, str], context: zmq.Context[Any]
+) -> None:
+    """Blocks come and go in a cache for some of the prompts; stored less removed is what the cache can find."""
+    made = CliRunner().invoke(random_engine, [str(tmp_path / "engine"), "--model", "tiny"])
+    assert made.exit_code == 0, made.output
+    options = EngineOptions(
+        device="cpu", threads=1, block_tokens=4, max_batch=4, step_tokens=64, kv_bytes=400 << 10,
+        kv_events=endpoints[0], kv_events_replay=endpoints[1],
+    )  # fmt: skip
+    model = load_model(tmp_path / "engine")
+    core = ModelCore(model, options, kv_bytes=options.kv_bytes)
+    generator = random.Random(5)
+    prompts = [tuple(generator.randrange(256) for _ in range(150)) for _ in range(24)]
+    for number, prompt in enumerate(prompts + prompts[:4]):
+        core.submit((0, str(number)), Submit(str(number), prompt, 6, sampling=Sampling(seed=1)), 0)
+    while core.has_work():
+        core.step()
+    tokens_of: dict[int, tuple[int, ...]] = {}
+    removed = 0
+    for _, events, _ in replayed(context, endpoints[1]):
+        for kind, hashes, *rest in events:
+            for index, number in enumerate(hashes):
+                if kind == "BlockRemoved":
+                    del tokens_of[number]
+                    removed += 1
+                else:
+                    before = rest[0] if index == 0 else hashes[index - 1]
+                    tokens_of[number] = (*tokens_of.get(before, ()), *rest[1][index * 4 : index * 4 + 4])
+    assert removed > 100, "nothing was evicted: the cache is too large for this test"
+    held = {int.from_bytes(content[:8], "big") for content in core._cache.full.known_contents()}
+    assert set(tokens_of) == held
+    assert all(any(p[: len(t)] == t[: len(p)] for p in prompts) for t in tokens_of.values())
+
+
+def replayed(context: zmq.Context[Any], endpoint: str) -> Iterator[Any]:
+    """Every batch from the first on."""
+    socket = context.socket(zmq.DEALER)
+    socket.connect(endpoint)
+    socket.send_multipart((b"", (0).to_bytes(8, "big")))
+    while True:
+        assert socket.poll(TIMEOUT_MS)
+        _, _, payload = socket.recv_multipart()
+        if not payload:
+            return
+        yield msgpack.unpackb(payload)
