@@ -324,6 +324,35 @@ METRICS: Mapping[str, MetricFamily] = {
         MetricFamily(
             "gptoss_trt_speculative_tokens", "counter", "Draft tokens", "outcome", ("drafted", "accepted"), "tokens"
         ),
+        MetricFamily("gptoss_trt_generated_tokens", "counter", "Tokens given out, as they come", unit="tokens"),
+        MetricFamily(
+            "gptoss_trt_window_cache_blocks",
+            "gauge",
+            "KV blocks of the windowed layers",
+            "kv_cache_block_type",
+            ("max", "free", "used"),
+            "blocks",
+        ),
+        MetricFamily(
+            "gptoss_trt_preemptions",
+            "counter",
+            "Sequences paused for want of blocks, to be recomputed",
+            unit="sequences",
+        ),
+        MetricFamily(
+            "gptoss_trt_errors",
+            "counter",
+            "Requests that the engine refused or failed",
+            "code",
+            (
+                "INVALID_ARGUMENT",
+                "RESOURCE_EXHAUSTED",
+                "DEADLINE_EXCEEDED",
+                "UNAVAILABLE",
+                "INTERNAL",
+            ),
+            "requests",
+        ),
         MetricFamily("gptoss_trt_cancellations", "counter", "Sequences that ended cancelled", unit="sequences"),
     )
 }

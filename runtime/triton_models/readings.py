@@ -10,6 +10,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from gptoss_trt.client.protocol import METRICS
+
 Readings = dict[tuple[str, str], float]  # (family, value of its label) -> number
 
 HISTOGRAM_SOURCES: Mapping[str, str] = {  # family -> the engine's histogram, whose bounds include the family's
@@ -42,6 +44,10 @@ def readings(stats: Mapping[str, Any]) -> Readings:
             "drafted": counters["draft_tokens"],
             "accepted": counters["accepted_draft_tokens"],
         },
+        "gptoss_trt_generated_tokens": {"": counters["generated_tokens"]},
+        "gptoss_trt_window_cache_blocks": {name: stats["kv"]["window"][name] for name in ("max", "free", "used")},
+        "gptoss_trt_preemptions": {"": counters["preemptions"]},
+        "gptoss_trt_errors": {code: counters["failed"].get(code, 0) for code in METRICS["gptoss_trt_errors"].values},
         "gptoss_trt_cancellations": {"": counters["finished"]["cancelled"]},
     }
     return {(family, value): float(number) for family, group in groups.items() for value, number in group.items()}

@@ -128,7 +128,9 @@ def test_observations_begin_anew_with_a_new_engine() -> None:
 def test_readings_cover_the_table() -> None:
     levels = {
         "requests": dict.fromkeys(("active", "max", "scheduled", "context", "waiting"), 1),
-        "kv": {"full": dict.fromkeys(("max", "free", "used", "tokens_per", "reused", "fraction"), 2)},
+        "kv": dict.fromkeys(
+            ("full", "window"), dict.fromkeys(("max", "free", "used", "tokens_per", "reused", "fraction"), 2)
+        ),
         "inflight": dict.fromkeys(("total_context_tokens", "generation_requests", "paused_requests"), 3),
     }
     stats = {**levels, **Statistics().as_dict()}
