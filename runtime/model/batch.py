@@ -28,4 +28,4 @@ class StepBatch:
     full_blocks: torch.Tensor  # [S, max full blocks]
     window_blocks: torch.Tensor  # [S, max window blocks]
     window_first_block: torch.Tensor  # [S]
-    logits_rows: torch.Tensor  # [R], rows of [T] whose logits are wanted
+    logits_rows: torch.Tensor  # [R], ascending: rows of [T] whose logits are wanted

@@ -84,7 +84,8 @@ class GptOssModel:
             following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None
             residual, after = experts(residual, delta, step, following)
             normed = normed if after is None else after
-        return self._logits(residual[batch.logits_rows.long()])
+        every = len(batch.logits_rows) == step.tokens  # they ascend, so it is each of them
+        return self._logits(residual if every else residual[batch.logits_rows.long()])
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
         local = self._lm_head(self._final_norm(rows), torch.float32)
