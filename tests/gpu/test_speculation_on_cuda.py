@@ -1,0 +1,72 @@
+"""Speculation on the GPU, where verifications run as decode graphs, a row a token: tokens are those without drafts."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from gptoss_trt.build_engine.builder import BuildOptions, build_engine
+from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
+from gptoss_trt.runtime.engine.core import EngineCore
+from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.model_core import load_core
+from gptoss_trt.runtime.engine.options import EngineOptions
+
+OPTIONS = EngineOptions(kv_bytes=64 << 20, max_batch=16, step_tokens=256, block_tokens=16, device="cuda")
+ROUNDING = 0.05  # of logits that spread over some units: sums in another order, rounded to bf16 between operators
+ANSWER = 48
+
+
+@pytest.fixture(scope="module")
+def engine_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built")
+    write_checkpoint(folder / "checkpoint", small_config(num_layers=4))
+    build_engine(folder / "checkpoint", folder / "engine", BuildOptions())
+    return folder / "engine"
+
+
+def answers(core: EngineCore, logprobs: int | None) -> dict[str, list[tuple[int, dict[int, float]]]]:
+    """Greedy tokens of repetitive prompts, with the log-probabilities of the best when they are asked for."""
+    got: dict[str, list[tuple[int, dict[int, float]]]] = {}
+    generator = torch.Generator().manual_seed(4)
+    for number in range(6):
+        stem = torch.randint(0, 290, (9,), generator=generator).tolist()
+        prompt = tuple((stem * 20)[: 20 + 29 * number])
+        sampling = Sampling(temperature=0.0)
+        submit = Submit(f"r{number}", prompt, ANSWER, sampling=sampling, logprobs=logprobs)
+        core.submit((1, submit.request_id), submit, time.time_ns())
+    while core.has_work():
+        for (_, name), event in core.step():
+            assert not isinstance(event, Error), event
+            if isinstance(event, Tokens):
+                tops = [dict(entry.top) for entry in event.logprobs] if event.logprobs else [{}] * len(event.token_ids)
+                got.setdefault(name, []).extend(zip(event.token_ids, tops, strict=True))
+    return got
+
+
+@pytest.mark.parametrize("logprobs", [None, 20], ids=["drawn by the model", "chosen by the sampler"])
+@pytest.mark.parametrize("how", ["ngram", "draft"])
+def test_tokens_are_those_without_speculation(engine_dir: Path, how: str, logprobs: int | None) -> None:
+    draft_engine = str(engine_dir) if how == "draft" else ""
+    core = load_core(engine_dir, replace(OPTIONS, speculation=how, draft_engine=draft_engine))
+    usual = answers(load_core(engine_dir, OPTIONS), 20)
+    got = answers(core, logprobs)
+    same = 0
+    for name, expected in usual.items():
+        pairs = enumerate(zip(expected, got[name], strict=True))
+        first = next(((place, a, b) for place, (a, b) in pairs if a[0] != b[0]), None)
+        if first is None:
+            same += 1
+            continue
+        place, (token, best), (other, _) = first
+        assert best[token] - best[other] < ROUNDING, f"{name}: token {place} is {token}, {other} with speculation"
+        print(f"{name}: first difference at token {place}, margin {best[token] - best[other]:.2e}")
+    counters = core.stats()["counters"]
+    print(f"{how}: {same} of {len(usual)} answers are the same, {counters}")
+    assert counters["draft_tokens"] > 20
+    if how == "draft":
+        assert counters["accepted_draft_tokens"] > 0.7 * counters["draft_tokens"]
