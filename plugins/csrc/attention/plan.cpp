@@ -7,31 +7,41 @@
 namespace gptoss::attention {
 namespace {
 
-constexpr int kWantedBlocks = 4096;   // some eight rounds of what an H200 holds at once
-constexpr int kLeastPartKeys = 128;   // two tiles for each of four warps
+constexpr int kRoundBlocks = 256;      // of eight warps: one round on 132 multiprocessors, two each
+constexpr int kLeastPartKeys = 128;    // one tile for each of eight warps
+constexpr int kMostPartKeys = 8192;    // a block reads them in some 55 us: more, and others wait for it
+constexpr int kShortKeys = 2048;       // up to here blocks of four warps begin sooner than they lack bytes
+constexpr int kFewPairs = 256;         // windowed: up to here eight warps answer sooner
 constexpr int kAlignment = 256;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
+
+int warps_of(const gptoss_trt_attention_args& args, int chosen) {
+  return args.plan != 0 ? 4 * args.plan : chosen;
+}
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
 
+// Measured on an H200 at contexts of 1k and 8k, batches 1 to 128 (tests/perf/NOTES.md).
 DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
-  const int warps = args.plan != 0 ? 4 * args.plan : 4;
-  if (args.window != 0) return {warps, 1, 0};
   const int pairs = std::max(1, args.sequences * args.kv_heads);
+  if (args.window != 0) return {warps_of(args, pairs <= kFewPairs ? 8 : 4), 1, 0};
   const int64_t keys = static_cast<int64_t>(args.table_width) * args.block_tokens;
-  const int wanted = std::clamp(args.parts != 0 ? args.parts : ceil_div(kWantedBlocks, pairs), 1, kMaxParts);
-  const int least = args.parts != 0 ? args.block_tokens : std::max(kLeastPartKeys, args.block_tokens);
-  const int blocks = ceil_div(std::max(ceil_div(keys, wanted), least), args.block_tokens);
-  const int part_keys = blocks * args.block_tokens;
-  return {warps, std::max(1, ceil_div(keys, part_keys)), part_keys};
+  const bool crowded = pairs >= kRoundBlocks && keys <= kShortKeys;
+  const int round = crowded ? 2 * kRoundBlocks : kRoundBlocks;
+  const int chosen = std::max(ceil_div(round, pairs), ceil_div(keys, kMostPartKeys));
+  const int wanted = args.parts != 0 ? args.parts : chosen;
+  const int least = args.parts != 0 ? args.block_tokens : kLeastPartKeys;
+  const int part = std::max(ceil_div(keys, std::min(wanted, kMaxParts)), least);
+  const int part_keys = ceil_div(part, args.block_tokens) * args.block_tokens;
+  return {warps_of(args, crowded ? 4 : 8), std::max(1, ceil_div(keys, part_keys)), part_keys};
 }
 
 PrefillKind prefill_plan(const gptoss_trt_attention_args& args) {
   if (args.plan != 0) return static_cast<PrefillKind>(args.plan);
-  return args.window != 0 ? PrefillKind::kThree64 : PrefillKind::kThree128;
+  return args.window != 0 ? PrefillKind::kFour64 : PrefillKind::kThree128;
 }
 
 DecodeWorkspace decode_workspace(const gptoss_trt_attention_args& args) {
