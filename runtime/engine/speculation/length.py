@@ -25,9 +25,11 @@ LONGEST_SLEEP = 6  # tokens
 @dataclass(frozen=True)
 class StepCost:
     """Time of a step by its rows, in times of a step of one row: straight lines through `points` (rows, cost), none
-    beyond the last: more rows than that are never worth a draft."""
+    beyond the last: more rows than that are never worth a draft. A step with drafts takes `drafting` times as long
+    besides: it cannot be launched before the tokens of the step before are known."""
 
     points: tuple[tuple[int, float], ...]
+    drafting: float = 1.0
 
     @property
     def most_rows(self) -> int:
@@ -94,8 +96,9 @@ def draft_lengths(rates: Items[float], limits: Items[int], rows: int, cost: Step
     best, chosen, expected = base / cost(rows) if rows <= cost.most_rows else math.inf, 0, float(base)
     for added, (negative, _) in enumerate(yields[: max(0, cost.most_rows - rows)], 1):
         expected -= negative
-        if expected / cost(rows + added) > best:
-            best, chosen = expected / cost(rows + added), added
+        speed = expected / (cost(rows + added) * cost.drafting)
+        if speed > best:
+            best, chosen = speed, added
     lengths = [0] * base
     for _, number in yields[:chosen]:
         lengths[number] += 1

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from gptoss_trt.runtime.engine.scheduler import StepPlan
 
 # Times of a step by rows on one H200 (20b, context 1k, graph replay, tests/perf/NOTES.md), and of the demo on a CPU.
-CUDA_COST = StepCost(((1, 1.0), (8, 1.62), (32, 2.13), (64, 2.49), (128, 3.2)))
+CUDA_COST = StepCost(((1, 1.0), (8, 1.62), (32, 2.13), (64, 2.49), (128, 3.2)), drafting=1.15)
 CPU_COST = StepCost(((1, 1.0), (8, 1.3), (16, 2.1), (32, 3.8), (64, 6.5)))
 
 

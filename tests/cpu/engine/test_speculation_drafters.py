@@ -107,7 +107,7 @@ def test_lengths_are_the_best_of_all_choices(cost: StepCost) -> None:
 
         def speed(lengths: tuple[int, int], rates: list[float] = rates, rows: int = rows) -> float:
             tokens = sum(sum(rate**k for k in range(n + 1)) for rate, n in zip(rates, lengths, strict=True))
-            return tokens / cost(rows + sum(lengths))
+            return tokens / cost(rows + sum(lengths)) / (cost.drafting if sum(lengths) else 1.0)
 
         chosen = draft_lengths(rates, limits, rows, cost)
         choices = [(a, b) for a in range(limits[0] + 1) for b in range(limits[1] + 1)]
