@@ -47,15 +47,23 @@ def random_engine(out: Path, **chosen: Any) -> None:
     """Write OUT, an engine whose weights are random numbers made at load: no weight file, whatever the model."""
     formats = Formats(chosen["experts"], chosen["dense"], chosen["kv"], chosen["h_scale"])
     try:
-        with BuildingFolder(out, force=chosen["force"]) as folder:
-            manifest = Manifest(
-                model_config(chosen["model"], chosen["layers"]), formats, ParallelMapping(), {},
-                provenance={RANDOM_SEED: chosen["seed"], "model": chosen["model"]},
-            )  # fmt: skip
-            (folder.path / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
-            if chosen["model"] != "tiny":  # its vocabulary is not Harmony's
-                write_tokenizer_files(folder.path)
-            folder.publish()
+        write_random_engine(
+            out, chosen["model"], formats, layers=chosen["layers"], seed=chosen["seed"], force=chosen["force"]
+        )
     except CheckpointError as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{out}: {chosen['model']}, random weights of seed {chosen['seed']}, made at load")
+
+
+def write_random_engine(
+    out: Path, model: str, formats: Formats, *, layers: int | None = None, seed: int = 0, force: bool = False
+) -> None:
+    """Writes such an engine. Raises CheckpointError when `out` is there and `force` is not given."""
+    with BuildingFolder(out, force=force) as folder:
+        manifest = Manifest(
+            model_config(model, layers), formats, ParallelMapping(), {}, provenance={RANDOM_SEED: seed, "model": model}
+        )
+        (folder.path / MANIFEST_NAME).write_text(manifest.to_json(), encoding="utf-8")
+        if model != "tiny":  # its vocabulary is not Harmony's
+            write_tokenizer_files(folder.path)
+        folder.publish()

@@ -5,23 +5,28 @@ Invariant: a cell that fails is reported and the others still run; the exit stat
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import click
 import torch
 
+from gptoss_trt.build_engine.random_engine import write_random_engine
 from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
 from gptoss_trt.ops import dispatch
-from gptoss_trt.runtime.bench.cells import FULL, QUICK, Bench
+from gptoss_trt.runtime.bench.cells import FULL, QUICK, STEP_TOKENS, Bench, Effort
+from gptoss_trt.runtime.bench.client_cells import ClientBench
 from gptoss_trt.runtime.bench.record import Cell, Setting, card_name, line, record, source_commit
+from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.model.graphed import GraphedModel
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights, random_weights
 from gptoss_trt.runtime.model.model import GptOssModel
@@ -79,6 +84,7 @@ class Options:
     quick: bool
     block_tokens: int
     run_ahead: bool
+    at: Literal["core", "client"]
     device: str | None
     seed: int
     usd_per_hour: float
@@ -103,6 +109,9 @@ class Options:
 @click.option("--quick", is_flag=True, help="Fewer steps and repetitions.")
 @click.option("--block-tokens", type=click.IntRange(1, 64), default=64, help="Tokens of a KV block.")
 @click.option("--run-ahead/--serial", default=True, help="Launch steps before the last one's tokens are known.")
+@click.option(
+    "--at", type=click.Choice(["core", "client"]), default="core", help="In this process, or at a client of one."
+)
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is one.")
 @click.option("--seed", type=int, default=0)
 @click.option("--usd-per-hour", type=float, default=3.0, help="Price of the GPU.")
@@ -120,22 +129,48 @@ def engine(**given: Any) -> None:
     if options.layers is not None and not options.is_random:
         raise click.UsageError("--layers belongs to --random")
     where = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    began = time.perf_counter()
-    weights, name = _weights(options, where)
-    formats = _as_run(weights.manifest.formats, where)
     effort = QUICK if options.quick else FULL
     if options.steps is not None:
         effort = dataclasses.replace(effort, steps=options.steps)
-    model = GraphedModel(GptOssModel(weights, where))
-    bench = Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead)
-    click.echo(f"{name}: ready in {time.perf_counter() - began:.1f} s", err=True)
-    commit = options.commit or source_commit()
-    setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour)
+    began = time.perf_counter()
     failed = 0
-    for what, measure in _cells(bench, options):
-        failed += not _report(setting, what, measure, options)
+    with (_client_bench if options.at == "client" else _core_bench)(options, effort, where) as (bench, name, formats):
+        click.echo(f"{name}: ready in {time.perf_counter() - began:.1f} s", err=True)
+        commit = options.commit or source_commit()
+        setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour)
+        for what, measure in _cells(bench, options):
+            failed += not _report(setting, what, measure, options)
     if failed:
         raise click.ClickException(f"{failed} cells failed")
+
+
+@contextlib.contextmanager
+def _core_bench(options: Options, effort: Effort, where: torch.device) -> Iterator[tuple[Bench, str, Formats]]:
+    """The engine core in this process: a bench, the name that records give the model, its formats."""
+    weights, name = _weights(options, where)
+    formats = _as_run(weights.manifest.formats, where)
+    model = GraphedModel(GptOssModel(weights, where))
+    yield Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead), name, formats
+
+
+@contextlib.contextmanager
+def _client_bench(options: Options, effort: Effort, where: torch.device) -> Iterator[tuple[ClientBench, str, Formats]]:
+    """An engine process of its own, seen by its client."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine_dir, name = options.engine_dir, options.model
+        if engine_dir is None:
+            engine_dir = Path(folder) / "engine"
+            formats = Formats(options.experts, options.dense, "bf16", options.h_scale)
+            write_random_engine(engine_dir, options.model, formats, layers=options.layers, seed=options.seed)
+        else:
+            name = engine_dir.name
+        most = max((batch for _, batches in _chosen(options)[0] for batch in batches), default=1)
+        chosen = EngineOptions(
+            block_tokens=options.block_tokens, max_batch=most, step_tokens=STEP_TOKENS, device=where.type,
+            prefix_cache=False, run_ahead=options.run_ahead,
+        )  # fmt: skip
+        with ClientBench(engine_dir, Path(folder) / "state", chosen, effort, options.seed) as bench:
+            yield bench, name, _as_run(bench.formats, where)
 
 
 def _weights(options: Options, device: torch.device) -> tuple[RankWeights, str]:
@@ -153,10 +188,14 @@ def _as_run(formats: Formats, device: torch.device) -> Formats:
     return dataclasses.replace(formats, weight_layout="sm90_v1") if packs else formats
 
 
-def _cells(bench: Bench, options: Options) -> Iterator[tuple[str, Callable[[], Cell]]]:
-    decode_cells, prefill_cells = options.decode_cells, options.prefill_cells
-    if not decode_cells and not prefill_cells:
-        decode_cells, prefill_cells = DECODE, PREFILL
+def _chosen(options: Options) -> tuple[DecodeCells, Counts]:
+    if not options.decode_cells and not options.prefill_cells:
+        return DECODE, PREFILL
+    return options.decode_cells, options.prefill_cells
+
+
+def _cells(bench: Bench | ClientBench, options: Options) -> Iterator[tuple[str, Callable[[], Cell]]]:
+    decode_cells, prefill_cells = _chosen(options)
     for context, batches in decode_cells:
         for batch in batches:
             yield f"decode of {batch} at {context}", functools.partial(bench.decode, context, batch)

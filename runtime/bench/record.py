@@ -34,8 +34,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Cell:
-    """One measurement: milliseconds of a decode step or of a prompt, the graph's own time where there is a graph, the
-    mean number of distinct experts a layer, the bound's milliseconds, and what else was noted."""
+    """One measurement: milliseconds of a decode step or of a prompt, the graph's own time where it was measured, the
+    mean number of distinct experts a layer likewise, the bound's milliseconds, and what else was noted."""
 
     kind: Kind
     context: int
@@ -43,7 +43,7 @@ class Cell:
     ms: float
     bound_ms: float
     graph_ms: float | None
-    distinct_experts: float
+    distinct_experts: float | None
     notes: dict[str, Any]
 
 
@@ -67,7 +67,7 @@ def record(setting: Setting, cell: Cell) -> dict[str, Any]:
         "ms": round(cell.ms, 4),
         "graph_ms": None if cell.graph_ms is None else round(cell.graph_ms, 4),
         "tok_s": round(tok_s, 1),
-        "distinct_experts": round(cell.distinct_experts, 2),
+        "distinct_experts": None if cell.distinct_experts is None else round(cell.distinct_experts, 2),
         "share_of_bound": round(cell.bound_ms / cell.ms, 4),
         "usd_per_mtok": round(setting.usd_per_hour / 3600 / tok_s * 1e6, 4),
         **cell.notes,
