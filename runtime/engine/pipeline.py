@@ -14,7 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gptoss_trt.runtime.engine.scheduler import Scheduler, StepPlan
+from gptoss_trt.runtime.engine.scheduler import Scheduler
+from gptoss_trt.runtime.engine.step_plan import StepPlan
 from gptoss_trt.runtime.engine.steps import Flight, StepRunner
 
 

@@ -15,9 +15,9 @@ from numpy.typing import NDArray
 
 from gptoss_trt.runtime.engine.messages import Sampling, Submit
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, is_greedy, uniform
-from gptoss_trt.runtime.engine.scheduler import Outcome, Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
 from gptoss_trt.runtime.engine.speculation.verify import choose_at_once
+from gptoss_trt.runtime.engine.step_plan import Outcome, Work
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import Draws
 

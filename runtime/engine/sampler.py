@@ -20,8 +20,8 @@ import torch
 from gptoss_trt.runtime.engine.adjust import LogitAdjuster
 from gptoss_trt.runtime.engine.guides import GuideMatcher
 from gptoss_trt.runtime.engine.messages import Sampling, TokenLogprobs
-from gptoss_trt.runtime.engine.scheduler import Outcome
 from gptoss_trt.runtime.engine.sequence import Sequence
+from gptoss_trt.runtime.engine.step_plan import Outcome
 
 TOP_P_CANDIDATES = 256
 DRAW_BLOCK = 256

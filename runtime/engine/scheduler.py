@@ -6,8 +6,10 @@ always advances, so nothing starves. Pure: time comes as an argument; no tensors
 A step: (1) cancelled and late requests end; (2) running sequences that decode get one token each, best rank first, and
 take blocks from the worst ranked when the pool is empty (that one is paused and later recomputed); (3) running prompts
 get chunks of the tokens left in the budget; (4) waiting sequences are admitted while their blocks fit, in the queue's
-order and without overtaking; (5) what budget and blocks are left go to drafts of what the decoding sequences may say
-next. All full-attention blocks of a prompt are taken at its admission, so half-read prompts never fight.
+order and without overtaking. While others are there, the first prompt that would take all of that budget is sure of
+half of it and gets what the others leave, so a long prompt does not keep short ones from their first tokens. (5) What
+budget and blocks are left go to drafts of what the decoding sequences may say next. All full-attention blocks of a
+prompt are taken at its admission, so half-read prompts never fight.
 
 A step may be planned ahead, while the one before it runs: its sequences count as if that step had ended, with a token
 that is awaited. What then holds: (a) a sequence whose awaited token is its last by max_tokens is left out; one that
@@ -24,8 +26,7 @@ import bisect
 import hashlib
 import operator
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.kv_cache import KvCache
@@ -42,6 +43,7 @@ from gptoss_trt.runtime.engine.messages import (
 from gptoss_trt.runtime.engine.metrics import Statistics
 from gptoss_trt.runtime.engine.sequence import Request, Sequence, end_reason
 from gptoss_trt.runtime.engine.speculation.speculator import Speculator
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.waiting import WaitingQueue
 
 PROMPT_LOGPROB_ROWS = 64  # rows of logits that one prompt chunk may ask for: 64 x 201,088 fp32 are 51 MB
@@ -59,43 +61,6 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         if not 1 <= self.max_batch <= self.step_tokens:
             raise ValueError(f"max_batch is {self.max_batch}; it must lie in 1..step_tokens ({self.step_tokens})")
-
-
-@dataclass(slots=True, eq=False)
-class Work:
-    """Tokens [start, start + count) of a sequence; logits are wanted of the last `logits` of them (0: none). The last
-    of them are a `draft`, which is not among the sequence's tokens; each of them and the one before has logits."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    logits: int
-    draft: tuple[int, ...] = ()
-    samples: bool = field(init=False)
-    """Whether it ends with a new token. Planned ahead, it may begin with a token that is awaited."""
-
-    def __post_init__(self) -> None:
-        self.samples = self.start + self.count - len(self.draft) >= len(self.sequence.tokens)
-
-
-class Outcome(NamedTuple):
-    """What a step made of one Work: a token (when it samples), or what went wrong. `following`: the tokens behind it,
-    as many as tokens of the work's draft came true before the sequence's end."""
-
-    token: int | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after each row
-    failure: str | None = None
-    following: tuple[Outcome, ...] = ()
-
-
-@dataclass
-class StepPlan:
-    """The work of one step: tokens in all, and those of prompts."""
-
-    work: list[Work] = field(default_factory=list)
-    tokens: int = 0
-    prompt_tokens: int = 0
 
 
 class Scheduler:
@@ -182,12 +147,15 @@ class Scheduler:
                 self._pause(self._running[-1])  # planned ones rank better, so it is this one or one not planned yet
             if not sequence.paused:
                 self._add(plan, sequence, 1, 1)
-        for sequence in [s for s in self._running if not s.decoding]:
-            while not sequence.paused and not self._add_chunk(plan, sequence):
-                if plan.work or self._running[-1] is sequence:
+        prompts = [s for s in self._running if not s.decoding]
+        long = self._reserve(plan, prompts)
+        for sequence in prompts:
+            while sequence is not long and not sequence.paused and not self._add_chunk(plan, sequence):
+                if plan.work or long is not None or self._running[-1] is sequence:
                     break
                 self._pause(self._running[-1])  # nobody advances: the first in rank must
         self._admit(plan, now_ns)
+        self._add_reserved(plan, long)
         if self._speculator is not None:
             self._speculator.add_drafts(plan, self._cache, self._limits.step_tokens, spare_blocks=len(self._running))
         return plan
@@ -210,9 +178,12 @@ class Scheduler:
                     self.withdraw(plan)
                     return None
                 self._add(plan, sequence, 1, 1)
+        long = self._reserve(plan, prompts)
         for sequence in prompts:
-            self._add_chunk(plan, sequence)
+            if sequence is not long:
+                self._add_chunk(plan, sequence)
         self._admit(plan, now_ns)
+        self._add_reserved(plan, long)
         return plan
 
     def withdraw(self, plan: StepPlan) -> None:
@@ -250,9 +221,31 @@ class Scheduler:
             self._leaving.remove(sequence)
             self._cache.release(sequence)
 
+    def _left(self, plan: StepPlan) -> int:
+        """Tokens that the plan may still take."""
+        return self._limits.step_tokens - plan.tokens - plan.reserved
+
+    def _reserve(self, plan: StepPlan, prompts: list[Sequence]) -> Sequence | None:
+        """The first of the running `prompts` that would take all that is left of the budget while others are there:
+        half of it is kept for that one, and it has blocks for that."""
+        left = self._left(plan)
+        long = next((sequence for sequence in prompts if sequence.pending > left), None)
+        if long is None or left < 2 or (len(prompts) == 1 and not len(self._waiting)):
+            return None
+        count = self._cache.longest_extension(long, left // 2)
+        if count <= 0 or not self._cache.extend(long, count):
+            return None
+        plan.reserved = count
+        return long
+
+    def _add_reserved(self, plan: StepPlan, long: Sequence | None) -> None:
+        plan.reserved = 0
+        if long is not None:
+            self._add_chunk(plan, long)
+
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Adds what fits of a prompt: the budget, the blocks, and the rows of logits it asks for."""
-        count = min(sequence.pending, self._limits.step_tokens - plan.tokens)
+        count = min(sequence.pending, self._left(plan))
         wants_rows = sequence.lacks_prompt_logprobs
         if wants_rows:
             count = min(count, PROMPT_LOGPROB_ROWS)
@@ -265,7 +258,7 @@ class Scheduler:
         return True
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:
-        while plan.tokens < self._limits.step_tokens and len(self._running) < self._limits.max_batch:
+        while self._left(plan) > 0 and len(self._running) < self._limits.max_batch:
             sequence = self._waiting.first(now_ns)
             if sequence is None:
                 return

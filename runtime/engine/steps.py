@@ -19,7 +19,7 @@ import torch
 from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel, Launched, draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
-from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.sequence import Sequence
 from gptoss_trt.runtime.engine.speculation.verify import choose_by_round, drafted, is_verification, one_token_rows
 from gptoss_trt.runtime.engine.table_rows import Ints, TableRows

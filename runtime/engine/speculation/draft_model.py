@@ -12,9 +12,9 @@ from typing import Protocol
 
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Submit
-from gptoss_trt.runtime.engine.scheduler import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
 from gptoss_trt.runtime.engine.speculation.drafter import Wanted
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 
 
 class Runner(Protocol):

@@ -17,7 +17,7 @@ from gptoss_trt.runtime.engine.speculation.drafter import Drafter
 from gptoss_trt.runtime.engine.speculation.length import Acceptance, StepCost, draft_lengths
 
 if TYPE_CHECKING:
-    from gptoss_trt.runtime.engine.scheduler import StepPlan
+    from gptoss_trt.runtime.engine.step_plan import StepPlan
 
 # Times of a step by rows on one H200 (20b, context 1k, graph replay, tests/perf/NOTES.md), and of the demo on a CPU.
 CUDA_COST = StepCost(((1, 1.0), (8, 1.62), (32, 2.13), (64, 2.49), (128, 3.2)), drafting=1.15)

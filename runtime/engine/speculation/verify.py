@@ -15,8 +15,8 @@ from dataclasses import fields
 
 import torch
 
-from gptoss_trt.runtime.engine.scheduler import Outcome, Work
 from gptoss_trt.runtime.engine.sequence import Sequence, end_reason
+from gptoss_trt.runtime.engine.step_plan import Outcome, Work
 from gptoss_trt.runtime.model.batch import StepBatch
 
 Choose = Callable[[torch.Tensor, list[Sequence]], list[Outcome]]

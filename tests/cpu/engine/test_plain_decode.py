@@ -10,8 +10,8 @@ from gptoss_trt.reference.sample import sample
 from gptoss_trt.runtime.engine.messages import Sampling, Submit
 from gptoss_trt.runtime.engine.plain_decode import draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler
-from gptoss_trt.runtime.engine.scheduler import Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.step_plan import Work
 
 VOCABULARY = 3000
 

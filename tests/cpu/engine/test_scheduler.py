@@ -9,7 +9,8 @@ import pytest
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Error, Finished, Guide, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.metrics import Statistics
-from gptoss_trt.runtime.engine.scheduler import Outcome, Scheduler, SchedulerLimits, StepPlan
+from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.engine.waiting import AGING_NS
 
@@ -73,6 +74,37 @@ def test_prompts_are_cut_to_the_budget_that_decoding_leaves() -> None:
         {"a": 1, "b": 6},
         {"a": 1, "b": 1},
     ]
+
+
+def test_a_long_prompt_leaves_half_of_the_budget_to_others() -> None:
+    bench = Bench(step_tokens=16)
+    bench.submit("long", 200)
+    assert bench.step() == {"long": 16}, "alone it takes all"
+    bench.submit("short", tuple(range(500, 506)), max_tokens=2)
+    bench.submit("other", tuple(range(600, 612)), max_tokens=2)
+    assert bench.step() == {"short": 6, "other": 2, "long": 8}, "what others leave comes on top of its half"
+    assert bench.step() == {"short": 1, "other": 8, "long": 7}
+    assert bench.step() == {"other": 2, "long": 14}
+    assert bench.finish() == ["short", "other", "long"]
+
+
+def test_long_prompts_do_not_wait_for_each_other() -> None:
+    bench = Bench(step_tokens=16)
+    bench.submit("first", 100)
+    bench.submit("second", tuple(range(300, 400)))
+    assert bench.step() == {"first": 16}
+    assert bench.step() == {"second": 8, "first": 8}
+    assert bench.finish() == ["first", "second"]
+
+
+def test_a_long_prompt_without_blocks_for_others_goes_on() -> None:
+    """Those that wait do not fit beside it: the budget that they cannot use is its."""
+    bench = Bench(step_tokens=16, blocks=30)
+    bench.submit("long", 100, max_tokens=2)
+    bench.submit("waits", tuple(range(300, 360)), max_tokens=2)
+    assert bench.step() == {"long": 16}
+    assert bench.step() == {"long": 16}
+    assert bench.finish() == ["long", "waits"]
 
 
 def test_lower_priority_numbers_go_first_and_age_promotes() -> None:

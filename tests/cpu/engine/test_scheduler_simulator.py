@@ -24,11 +24,12 @@ from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Error, Finished, Sampling, Submit, TokenLogprobs, Tokens
 from gptoss_trt.runtime.engine.metrics import Statistics
-from gptoss_trt.runtime.engine.scheduler import Outcome, Scheduler, SchedulerLimits, StepPlan, Work
+from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
 from gptoss_trt.runtime.engine.speculation.drafter import Wanted
 from gptoss_trt.runtime.engine.speculation.length import StepCost
 from gptoss_trt.runtime.engine.speculation.speculator import Speculator
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 
 STEP_NS = 5_000_000

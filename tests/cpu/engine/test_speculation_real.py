@@ -14,9 +14,9 @@ from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
 from gptoss_trt.runtime.engine.messages import Error, Finished, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
-from gptoss_trt.runtime.engine.scheduler import Work
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
 from gptoss_trt.runtime.engine.speculation.verify import drafted, one_token_rows
+from gptoss_trt.runtime.engine.step_plan import Work
 from gptoss_trt.runtime.engine.steps import assemble
 from gptoss_trt.runtime.engine.table_rows import TableRows
 from gptoss_trt.runtime.model import load_model
