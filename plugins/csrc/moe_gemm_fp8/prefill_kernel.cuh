@@ -86,22 +86,12 @@ class PrefillMultiplier {
     for (int i = 0; i < kTokens / 2; ++i) sum[i] = 0.0f;
     Fragments a, b;
     fetch(a, p_.records > 1 || p_.tail_halves == 2);
-    int left = p_.records - 1;  // behind the one that is fetched
 #pragma unroll 1
-    for (; left > 2; left -= 2) {
-      multiply<true>(a, b, true, sum);
-      multiply<true>(b, a, true, sum);
-    }
-    const bool last_whole = p_.tail_halves == 2;
-    if (left == 2) {
-      multiply<true>(a, b, true, sum);
-      multiply<true>(b, a, last_whole, sum);
-      multiply<false>(a, b, false, sum);
-    } else if (left == 1) {
-      multiply<true>(a, b, last_whole, sum);
-      multiply<false>(b, a, false, sum);
-    } else {
-      multiply<false>(a, b, false, sum);
+    for (int left = p_.records - 1;; left -= 2) {  // records behind the one in `a`
+      multiply(a, b, left, sum);
+      if (left == 0) break;
+      multiply(b, a, left - 1, sum);
+      if (left == 1) break;
     }
   }
 
@@ -122,9 +112,9 @@ class PrefillMultiplier {
     WeightReader<kStorage>::expand(raw, memory_.table, a);
   }
 
-  // The record in `a`, of the stage at lane_.position; expands the next one into `next`.
-  template <bool kFetch>
-  __device__ __forceinline__ void multiply(Fragments& a, Fragments& next, bool next_whole,
+  // The record in `a`, of the stage at lane_.position, `left` before the strip's last; expands the
+  // next one into `next`.
+  __device__ __forceinline__ void multiply(Fragments& a, Fragments& next, int left,
                                            float (&sum)[kTokens / 2]) {
     const int stage = lane_.position.stage;
     const uint32_t tile = stage_address(stage);
@@ -147,7 +137,9 @@ class PrefillMultiplier {
       if (kOrdered) {
         named_barrier_arrive(kOrderBarrier + (lane_.warpgroup ^ 1), kPrefillConsumerThreads);
       }
-      if (kEarlyFetch && kFetch && first == 0) fetch(next, next_whole);
+      if (kEarlyFetch && first == 0 && left > 0) {
+        fetch(next, left > 1 || p_.tail_halves == 2);
+      }
       // Half of the scales before the wait: all would be more registers than there are.
       constexpr int kQuads = kTokens / 16, kEarly = kQuads > 4 ? kQuads / 2 : kQuads;
       const uint32_t row = scales + first / kTogether * kTokens * 4;
@@ -161,7 +153,7 @@ class PrefillMultiplier {
       for (int j = kEarly; j < kQuads; ++j) scale[j] = load_shared_f128(row + j * 64);
       promote(acc, scale, weight_scale, sum);
       if (first + kTogether == kInstructionsPerRecord) {
-        if (!kEarlyFetch && kFetch) fetch(next, next_whole);
+        if (!kEarlyFetch && left > 0) fetch(next, left > 1 || p_.tail_halves == 2);
         __syncwarp();
         if (lane_.thread % 32 == 0) barrier_arrive(lane_.empty + stage * kStageBarrierBytes);
       }
