@@ -353,7 +353,7 @@ class Simulator:
 @pytest.mark.parametrize("name", SHAPES)
 def test_random_loads_keep_every_invariant(name: str, ahead: bool) -> None:
     simulator = Simulator(replace(SHAPES[name], ahead=ahead), seed=20_251)
-    simulator.run(2500)
+    simulator.run(5000)
     assert not ahead or min(simulator.seen[what] for what in ("ahead", "withdrawn", "awaited")) > 20
     assert simulator.longest_wait < LONGEST_WAIT_STEPS
     assert simulator.seen["length"] and simulator.seen["stop"] and simulator.seen["cancelled"]
@@ -363,7 +363,7 @@ def test_random_loads_keep_every_invariant(name: str, ahead: bool) -> None:
 @pytest.mark.parametrize("name", SHAPES)
 def test_drafts_keep_every_invariant(name: str, ahead: bool) -> None:
     simulator = Simulator(replace(SHAPES[name], ahead=ahead, drafts=0.3), seed=20_252)
-    simulator.run(1000)
+    simulator.run(1300)
     assert simulator.longest_wait < LONGEST_WAIT_STEPS
     assert simulator.seen["length"] and simulator.seen["stop"] and simulator.seen["cancelled"]
     if SHAPES[name].step_tokens > 1:
@@ -374,7 +374,7 @@ def test_drafts_keep_every_invariant(name: str, ahead: bool) -> None:
 @pytest.mark.parametrize("ahead", [False, True], ids=["serial", "ahead"])
 def test_failed_steps_fail_their_requests_only(ahead: bool) -> None:
     simulator = Simulator(replace(SHAPES["usual"], failures=0.05, ahead=ahead), seed=5)
-    simulator.run(2500)
+    simulator.run(5000)
     assert simulator.seen["poisoned"] > 50 and simulator.seen["length"] > 50  # it spreads, but not to everybody
 
 
