@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import queue
+import socket
 import threading
 import time
 import urllib.error
@@ -198,6 +199,15 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0, period_s:
     return time.monotonic() - start
 
 
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on, all different."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [int(one.getsockname()[1]) for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
 def scripted_engine(folder: Path, **changes: Any) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "scripted.json").write_text(json.dumps({**SCRIPTED, **changes}), encoding="utf-8")
@@ -282,6 +292,7 @@ class Words:
     wait_until = staticmethod(wait_until)
     infer_inputs = staticmethod(infer_inputs)
     scripted_engine = staticmethod(scripted_engine)
+    free_ports = staticmethod(free_ports)
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
 import subprocess
 import urllib.error
 import urllib.request
@@ -17,18 +16,10 @@ from gptoss_trt.runtime.launch.repository import packaged_repository
 from gptoss_trt.runtime.launch.server_binary import assemble_backends, find_server, server_environment
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [int(one.getsockname()[1]) for one in sockets]
-    for one in sockets:
-        one.close()
-    return ports
-
-
 @pytest.fixture
 def plain(tmp_path: Path, words: Any) -> Iterator[tuple[str, Path, subprocess.Popen[bytes]]]:
     binary = find_server()
-    http, grpc, metrics = free_ports(3)
+    http, grpc, metrics = words.free_ports(3)
     environment = {
         **server_environment(binary),
         "GPTOSS_TRT_ENGINE": str(words.scripted_engine(tmp_path / "engine")),
