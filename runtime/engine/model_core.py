@@ -31,7 +31,7 @@ from gptoss_trt.runtime.engine.plain_decode import DrawingModel
 from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
-from gptoss_trt.runtime.engine.speculation.load import load_draft_model, make_speculator, split_memory
+from gptoss_trt.runtime.engine.speculation.load import TappedHead, load_draft, make_speculation, split_memory
 from gptoss_trt.runtime.engine.steps import Model, StepRunner
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.launch import settings
@@ -47,7 +47,8 @@ CPU_KV_BYTES = 256 << 20  # a cache fills up in time, prefixes being kept: this 
 
 
 class ModelCore:
-    """An EngineCore over a model. Allocates the KV caches of the model and of a draft model for `kv_bytes` in all."""
+    """An EngineCore over a model. Allocates the KV caches of the model and of what drafts for it for `kv_bytes` in
+    all."""
 
     def __init__(
         self,
@@ -57,13 +58,13 @@ class ModelCore:
         kv_bytes: int,
         device: str = "cpu",
         guide_compiler: GuideCompiler | None = None,
-        draft: Model | None = None,
+        draft: Model | TappedHead | None = None,
         clock_ns: Callable[[], int] = time.time_ns,
     ) -> None:
         options = options.resolved(device)
         config = model.config
         context = _context(model, options)
-        shape, draft_shape = _cache_shape(model, options), _cache_shape(draft, options) if draft else None
+        shape, draft_shape = _cache_shapes(model, draft, options)
         kv_bytes, draft_bytes = split_memory(kv_bytes, shape, draft_shape)
         blocks = shape.pool_sizes(kv_bytes)
         model.allocate_kv(*blocks, options.block_tokens)
@@ -74,11 +75,12 @@ class ModelCore:
         self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
         self._statistics = Statistics()
         limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
-        speculator = make_speculator(options, device, draft, draft_shape, draft_bytes)
-        self._scheduler = Scheduler(limits, self._cache, self._statistics, speculator)
+        speculation = make_speculation(options, device, draft, draft_shape, kv_bytes=draft_bytes, full_blocks=blocks[0])
+        self._scheduler = Scheduler(limits, self._cache, self._statistics, speculation.speculator)
         batches_on = "cpu" if isinstance(model, DrawingModel) else device
-        runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on)
-        self._pipeline = Pipeline(self._scheduler, runner, runs_ahead=options.run_ahead, clock_ns=clock_ns)
+        runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on, speculation.observer)
+        runs_ahead = options.run_ahead and speculation.observer is None
+        self._pipeline = Pipeline(self._scheduler, runner, runs_ahead=runs_ahead, clock_ns=clock_ns)
         self._device = device
         log.info("KV cache: %d full and %d window blocks of %d tokens", *blocks, options.block_tokens)
 
@@ -156,10 +158,10 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     torch.set_num_threads(options.threads or _default_threads())
     loaded = load_model(engine_dir, device=device)
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
-    draft = load_draft_model(options, engine_dir, model.config, device)
     chosen = options.resolved(device)
-    shapes = [_cache_shape(each, chosen) for each in (model, draft) if each is not None]
-    kv_bytes = options.kv_bytes or _default_kv_bytes(shapes, device)
+    draft = load_draft(chosen, engine_dir, loaded, device)
+    shapes = _cache_shapes(model, draft, chosen)
+    kv_bytes = options.kv_bytes or _default_kv_bytes([shape for shape in shapes if shape is not None], device)
     compiler = LlguidanceCompiler(model.config.vocab_size)
     core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler, draft=draft)
     for graphed, rows in ((model, chosen.max_batch * (1 + chosen.draft_tokens)), (draft, chosen.max_batch)):
@@ -185,9 +187,19 @@ def _context(model: Model, options: EngineOptions) -> int:
     return min(options.max_context or model.config.max_context, model.config.max_context)
 
 
-def _cache_shape(model: Model, options: EngineOptions) -> CacheShape:
+def _cache_shapes(
+    model: Model, draft: Model | TappedHead | None, options: EngineOptions
+) -> tuple[CacheShape, CacheShape | None]:
+    """The cache of the model, with the keys of a head in its full blocks, and that of a draft model."""
+    if isinstance(draft, TappedHead):
+        return _cache_shape(model, options, draft.head.block_bytes(options.block_tokens)), None
+    return _cache_shape(model, options), None if draft is None else _cache_shape(draft, options)
+
+
+def _cache_shape(model: Model, options: EngineOptions, head_bytes: int = 0) -> CacheShape:
+    full, window = model.kv_block_bytes(options.block_tokens)
     return CacheShape(
-        model.kv_block_bytes(options.block_tokens),
+        (full + head_bytes, window),
         options.block_tokens,
         model.config.sliding_window,
         options.max_batch,

@@ -16,8 +16,9 @@ from pathlib import Path
 from gptoss_trt.runtime.engine.core import EngineLoadError
 
 MAX_DRAFT_TOKENS = 32
-# By how tokens are drafted, the most in a step unless chosen: n-grams cost nothing, a draft model a pass each.
-DRAFT_TOKENS = {"none": 0, "ngram": 8, "draft": 4}
+# By how tokens are drafted, the most in a step unless chosen: n-grams cost nothing, a draft model or head a pass each.
+DRAFT_TOKENS = {"none": 0, "ngram": 8, "draft": 4, "eagle3": 3}
+NEED_DRAFT_ENGINE = ("draft", "eagle3")
 
 
 @dataclass(frozen=True)
@@ -34,8 +35,8 @@ class EngineOptions:
     device: str = ""  # cpu or cuda; empty: cuda where there is one
     prefix_cache: bool = True
     run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
-    speculation: str = "none"  # how tokens are drafted: none, ngram or draft (by a draft engine)
-    draft_engine: str = ""  # directory of the draft engine, made absolute
+    speculation: str = "none"  # how tokens are drafted: none, ngram, draft (by a draft engine) or eagle3 (by a head)
+    draft_engine: str = ""  # directory of the draft engine or of the head's checkpoint, made absolute
     draft_tokens: int = 0  # most tokens drafted for a sequence in one step
     kv_events: str = ""  # ZeroMQ endpoint that tells routers which prefix blocks are held, as tcp://127.0.0.1:5557
     kv_events_replay: str = ""  # ZeroMQ endpoint that repeats what a router missed
@@ -74,12 +75,12 @@ class EngineOptions:
             raise EngineLoadError(
                 f"engine option speculation is {self.speculation!r}; allowed: {', '.join(DRAFT_TOKENS)}{hint}"
             )
-        if self.speculation == "draft" and not self.draft_engine:
-            raise EngineLoadError("engine option speculation is 'draft', which needs draft_engine=PATH")
-        if self.speculation != "draft" and self.draft_engine:
+        if self.speculation in NEED_DRAFT_ENGINE and not self.draft_engine:
+            raise EngineLoadError(f"engine option speculation is {self.speculation!r}, which needs draft_engine=PATH")
+        if self.speculation not in NEED_DRAFT_ENGINE and self.draft_engine:
             raise EngineLoadError(
                 f"engine option draft_engine is {self.draft_engine!r}, but speculation is {self.speculation!r}; only "
-                f"'draft' has a draft engine"
+                f"{' and '.join(NEED_DRAFT_ENGINE)} read one"
             )
         if self.speculation == "none" and self.draft_tokens:
             raise EngineLoadError(f"engine option draft_tokens is {self.draft_tokens}, but speculation is 'none'")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,15 +20,16 @@ import torch
 from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel, Launched, draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
-from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.sequence import Sequence
 from gptoss_trt.runtime.engine.speculation.verify import choose_by_round, drafted, is_verification, one_token_rows
+from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.table_rows import Ints, TableRows
 from gptoss_trt.runtime.model.batch import StepBatch
 
 log = logging.getLogger(__name__)
 
 AWAITED = -1
+Observer = Callable[[list[Work]], None]
 
 
 class Model(Protocol):
@@ -55,14 +57,18 @@ class Flight:
 class StepRunner:
     """Runs plans on a model whose KV blocks hold `block_tokens` tokens; batches are made on `device`.
 
-    A model that draws tokens itself (DrawingModel) does so in the steps that ask for nothing else.
+    A model that draws tokens itself (DrawingModel) does so in the steps that ask for nothing else. `observer` is shown
+    the works of each forward pass behind it.
     """
 
-    def __init__(self, model: Model, sampler: Sampler, block_tokens: int, device: str) -> None:
+    def __init__(
+        self, model: Model, sampler: Sampler, block_tokens: int, device: str, observer: Observer | None = None
+    ) -> None:
         self._model = model
         self._drawing = model if isinstance(model, DrawingModel) else None
         self._sampler = sampler
         self._device = device
+        self._observer = observer
         self._block_tokens = block_tokens
         self._table_rows = TableRows(block_tokens, model.config.sliding_window)
 
@@ -81,7 +87,9 @@ class StepRunner:
 
     def collect(self, flight: Flight) -> list[Outcome]:
         """Waits for a step: one outcome a work, in the plan's order."""
-        return outcomes_of(flight.plan.work, flight.launched.tokens())
+        outcomes = outcomes_of(flight.plan.work, flight.launched.tokens())
+        self._show(flight.plan.work)
+        return outcomes
 
     def run(self, plan: StepPlan) -> list[Outcome]:
         """One outcome a work, in the plan's order. Nothing may be under way."""
@@ -115,8 +123,11 @@ class StepRunner:
                 batch = one_token_rows(batch, self._block_tokens, self._model.config.sliding_window)
             if is_drawn(works, self._drawing.most_draws, drafts=True):
                 draws, _ = draws_of(works, None)
-                return outcomes_of(works, self._drawing.launch(batch, draws).tokens())
+                outcomes = outcomes_of(works, self._drawing.launch(batch, draws).tokens())
+                self._show(works)
+                return outcomes
         logits = self._model.forward(batch)
+        self._show(works)
         ends = np.cumsum([work.logits for work in works]).tolist()
         prompts = [_prompt_part(logits[end - work.logits : end], work) for work, end in zip(works, ends, strict=True)]
         sampling = [(work, end - 1 - len(work.draft)) for work, end in zip(works, ends, strict=True) if work.samples]
@@ -128,6 +139,10 @@ class StepRunner:
             failure = outcome.failure or prompt.failure
             outcomes.append(outcome._replace(prompt_logprobs=prompt.prompt_logprobs, failure=failure))
         return outcomes
+
+    def _show(self, works: list[Work]) -> None:
+        if self._observer is not None:
+            self._observer(works)
 
 
 def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:

@@ -19,6 +19,7 @@ from gptoss_trt.runtime.model.kv import KvCache, block_bytes
 from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights
 from gptoss_trt.runtime.model.step import Step
+from gptoss_trt.runtime.model.taps import FeatureTap
 
 
 class GptOssModel:
@@ -39,6 +40,12 @@ class GptOssModel:
         self._lm_head = Dense(weights, "lm_head")
         self._cos_sin = rope_table(_rope(self.config), self.config.max_context, device)
         self._kv: KvCache | None = None
+        self.tap: FeatureTap | None = None  # takes hidden states, set before any graph is captured
+
+    @property
+    def embedding(self) -> torch.Tensor:
+        """This rank's rows of the embedding, bf16 [V, H]."""
+        return self._embedding
 
     def kv_block_bytes(self, block_tokens: int) -> tuple[int, int]:
         """Bytes on this rank of one block over all layers of its pool: (full, window). Raises ValueError as
@@ -80,6 +87,8 @@ class GptOssModel:
         residual = self._groups.attention.all_reduce(residual)
         normed = self._attention[0].norm(residual)
         for n, (attention, experts) in enumerate(zip(self._attention, self._experts, strict=True)):
+            if self.tap is not None:
+                self.tap.take(n, residual)
             delta = attention(normed, step, self._kv.layer(n), self._cos_sin)
             following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None
             residual, after = experts(residual, delta, step, following)

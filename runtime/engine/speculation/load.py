@@ -1,12 +1,13 @@
-"""A speculator from an engine's options: the drafter they name, with a draft engine's model and memory if it has one.
+"""A speculator from an engine's options: the drafter they name, with a draft engine's model or a head if it has one.
 
-Invariant: a draft engine speaks the target's vocabulary, and both KV caches fit the memory given for one. Must not know
-requests.
+Invariant: a draft engine and a head speak the target's vocabulary, and all KV caches fit the memory given for one. Must
+not know requests.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from gptoss_trt.build_engine.spec import ModelConfig, SpecError
 from gptoss_trt.runtime.engine.cache_size import CacheShape
@@ -16,21 +17,52 @@ from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel
 from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.speculation.draft_model import ModelDrafter
+from gptoss_trt.runtime.engine.speculation.eagle import EagleDrafter
+from gptoss_trt.runtime.engine.speculation.eagle_head import EagleHead
 from gptoss_trt.runtime.engine.speculation.ngram import NgramDrafter
 from gptoss_trt.runtime.engine.speculation.speculator import CPU_COST, CUDA_COST, Speculator
-from gptoss_trt.runtime.engine.steps import Model, StepRunner
+from gptoss_trt.runtime.engine.steps import Model, Observer, StepRunner
+from gptoss_trt.runtime.model.taps import FeatureTap
+
+if TYPE_CHECKING:
+    from gptoss_trt.runtime.model import GptOssModel
 
 
-def load_draft_model(options: EngineOptions, engine_dir: Path, config: ModelConfig, device: str) -> Model | None:
-    """The model of options.draft_engine for the target of `engine_dir`; None unless a draft engine is asked for.
+class TappedHead(NamedTuple):
+    """An EAGLE-3 head and the tap in its target."""
+
+    head: EagleHead
+    tap: FeatureTap
+
+
+class Speculation(NamedTuple):
+    """What an engine speculates with, and who is to be shown every step of the target: then none may run ahead."""
+
+    speculator: Speculator | None = None
+    observer: Observer | None = None
+
+
+def load_draft(options: EngineOptions, engine_dir: Path, target: GptOssModel, device: str) -> Model | TappedHead | None:
+    """What drafts for the target of `engine_dir` by resolved `options`; None where that needs no weights.
 
     Raises EngineLoadError when it cannot be loaded or has another vocabulary.
     """
-    if options.speculation != "draft":
-        return None
+    path = Path(options.draft_engine)
+    if options.speculation == "draft":
+        return _load_draft_model(path, engine_dir, target.config, device)
+    if options.speculation == "eagle3":
+        from gptoss_trt.runtime.model.cuda_graph import MAX_ROWS
+
+        head = EagleHead(path, target.config, target.embedding, target.device)
+        most = max(options.step_tokens, MAX_ROWS)
+        target.tap = FeatureTap(head.config.features, most, target.config.hidden_size, target.device)
+        return TappedHead(head, target.tap)
+    return None
+
+
+def _load_draft_model(draft_dir: Path, engine_dir: Path, config: ModelConfig, device: str) -> Model:
     from gptoss_trt.runtime.model import GraphedModel, LoadError, load_model
 
-    draft_dir = Path(options.draft_engine)
     try:
         model = load_model(draft_dir, device=device)
     except (SpecError, LoadError, OSError) as error:
@@ -51,24 +83,33 @@ def split_memory(kv_bytes: int, target: CacheShape, draft: CacheShape | None) ->
     return kv_bytes - int(kv_bytes * share), int(kv_bytes * share)
 
 
-def make_speculator(
-    options: EngineOptions, device: str, draft: Model | None, draft_shape: CacheShape | None, kv_bytes: int
-) -> Speculator | None:
-    """The speculator of resolved `options`, or None. Allocates the draft model's KV cache for `kv_bytes`.
+def make_speculation(
+    options: EngineOptions, device: str, draft: Model | TappedHead | None, shape: CacheShape | None, *,
+    kv_bytes: int, full_blocks: int,
+) -> Speculation:  # fmt: skip
+    """The speculation of resolved `options`. Allocates the KV cache of a draft model of `shape` for `kv_bytes`, or that
+    of a head for the target's `full_blocks`.
 
     Raises EngineLoadError when that is too little.
     """
-    cost = CUDA_COST if device == "cuda" else CPU_COST
-    if options.speculation == "none":
-        return None
+    cost, most = CUDA_COST if device == "cuda" else CPU_COST, options.draft_tokens
+    if isinstance(draft, TappedHead):
+        draft.head.allocate_kv(full_blocks, options.block_tokens)
+        eagle = EagleDrafter(draft.head, draft.tap, options.block_tokens)
+        return Speculation(Speculator(eagle, most, cost), eagle.seen)
+    if draft is not None and shape is not None:
+        return Speculation(Speculator(_model_drafter(options, device, draft, shape, kv_bytes), most, cost))
     if options.speculation == "ngram":
-        return Speculator(NgramDrafter(), options.draft_tokens, cost)
-    if draft is None or draft_shape is None:
-        raise EngineLoadError("speculation is 'draft' without a draft model")
-    blocks = draft_shape.pool_sizes(kv_bytes)
+        return Speculation(Speculator(NgramDrafter(), most, cost))
+    if options.speculation != "none":
+        raise EngineLoadError(f"speculation is {options.speculation!r}, and nothing was loaded for it")
+    return Speculation()
+
+
+def _model_drafter(options: EngineOptions, device: str, draft: Model, shape: CacheShape, kv_bytes: int) -> ModelDrafter:
+    blocks = shape.pool_sizes(kv_bytes)
     draft.allocate_kv(*blocks, options.block_tokens)
     batches_on = "cpu" if isinstance(draft, DrawingModel) else device
     runner = StepRunner(draft, Sampler(), options.block_tokens, batches_on)
     cache = KvCache(*blocks, options.block_tokens, draft.config.sliding_window)
-    drafter = ModelDrafter(runner, cache, options.step_tokens, draft_shape.max_context)
-    return Speculator(drafter, options.draft_tokens, cost)
+    return ModelDrafter(runner, cache, options.step_tokens, shape.max_context)

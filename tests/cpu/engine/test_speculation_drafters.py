@@ -177,9 +177,10 @@ def test_a_sequence_that_repeats_nothing_is_hardly_drafted_for() -> None:
     ("options", "text"),
     [
         ({"speculation": "ngrams"}, "did you mean ngram"),
-        ({"speculation": "eagle"}, "allowed: none, ngram, draft"),
+        ({"speculation": "eagle"}, "allowed: none, ngram, draft, eagle3; did you mean eagle3"),
+        ({"speculation": "eagle3"}, "'eagle3', which needs draft_engine=PATH"),
         ({"speculation": "draft"}, "needs draft_engine=PATH"),
-        ({"speculation": "ngram", "draft_engine": "x"}, "only 'draft' has a draft engine"),
+        ({"speculation": "ngram", "draft_engine": "x"}, "only draft and eagle3 read one"),
         ({"draft_tokens": 3}, "draft_tokens is 3, but speculation is 'none'"),
         ({"speculation": "ngram", "draft_tokens": 33}, "0..32"),
     ],
