@@ -82,7 +82,7 @@ PrefillShared make_prefill_shared(const gptoss_trt_moe_gemm_args& args) {
     return at;
   };
   shared.barriers = take(2 * kPrefillMaxStages * kBarrierBytes);
-  shared.items = take(kPrefillMaxStages * 4 * kWord);
+  shared.items = take((kPrefillMaxStages + 1) * 4 * kWord);
   shared.tables = take(3 * (args.experts + 1) * kWord);
   shared.row_info = take(gate_up ? 0 : kPrefillConsumers * 2 * kPrefillBlock * kWord);
   shared.values = take(gate_up ? kPrefillBlock * kPrefillValuePitch * kWord : 0);

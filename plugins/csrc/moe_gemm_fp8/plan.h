@@ -57,7 +57,7 @@ constexpr int kPrefillRows = 32;
 // Byte offsets into the block's dynamic shared memory, prefill plan.
 struct PrefillShared {
   int barriers;  // full and empty [kPrefillMaxStages]
-  int items;     // Item of each stage, 16 bytes
+  int items;     // item of each stage, and of the values: 16 bytes each
   int tables;    // i32 [3][E + 1]: rows, token blocks, columns of token blocks before an expert
   int row_info;  // DOWN, [kPrefillConsumers][2][kPrefillBlock]: output slots, routing weights
   int values;    // GATE_UP, f32 [kPrefillBlock][kPrefillValuePitch]: h of an item
