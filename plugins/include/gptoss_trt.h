@@ -76,10 +76,19 @@ typedef enum gptoss_trt_moe_plan {
 } gptoss_trt_moe_plan;
 
 /* Launch with programmatic dependent launch: the kernel may start before the one ahead of it in
- * the stream has ended, and waits for it (griddepcontrol.wait) before it touches anything. */
+ * the stream has ended, and waits for it (griddepcontrol.wait) before it touches anything that is
+ * not a weight. Right behind any kernel, launched either way: the wait covers all of that kernel's
+ * writes. The kernels here release their own dependents (griddepcontrol.launch_dependents) early,
+ * but behind their wait; so a kernel that follows with the same attribute must itself wait before
+ * it reads what they write, or overwrites what they read, and then sees all that ran before them
+ * too. One that is launched the ordinary way need not know. */
 #define GPTOSS_TRT_MOE_DEPENDENT_LAUNCH 1u
-/* With DEPENDENT_LAUNCH: expert_offsets were complete before the kernel ahead began, so offsets
- * and weights (never activations) are read before the wait. */
+/* With DEPENDENT_LAUNCH, decode plan: offsets and weights (never activations, row_slots or
+ * expert_weights) are read before the wait, which hides 2 to 5 us. The caller guarantees that
+ * expert_offsets were complete before the kernel directly ahead could start its dependents: they
+ * were written by a kernel further ahead, and the one directly ahead, where it was launched
+ * dependently, releases its dependents only behind its own wait (as GATE_UP does for DOWN). And
+ * nobody writes them again before this call has read them: a later kernel that does waits. */
 #define GPTOSS_TRT_MOE_ROUTING_READY 2u
 
 typedef enum gptoss_trt_dtype { GPTOSS_TRT_BF16 = 1, GPTOSS_TRT_FP32 = 2 } gptoss_trt_dtype;
