@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +18,7 @@ from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 
-OPTIONS = EngineOptions(kv_bytes=64 << 20, max_batch=16, step_tokens=256, block_tokens=16, device="cuda")
+OPTIONS = EngineOptions(kv_bytes=64 << 20, max_batch=6, step_tokens=256, block_tokens=16, device="cuda")
 ROUNDING = 0.05  # of logits that spread over some units: sums in another order, rounded to bf16 between operators
 ANSWER = 48
 
@@ -70,3 +72,29 @@ def test_tokens_are_those_without_speculation(engine_dir: Path, how: str, logpro
     assert counters["draft_tokens"] > 20
     if how == "draft":
         assert counters["accepted_draft_tokens"] > 0.7 * counters["draft_tokens"]
+
+
+def test_an_eagle_head_drafts_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first drafts of each request, which follow its prompt, from the same head: equal but for near ties."""
+    path = Path(__file__).parents[1] / "cpu" / "engine" / "test_speculation_eagle.py"
+    spec = importlib.util.spec_from_file_location("eagle_case", path)
+    assert spec is not None and spec.loader is not None
+    case = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "eagle_case", case)
+    spec.loader.exec_module(case)
+    write_checkpoint(tmp_path / "checkpoint", case.CONFIG)
+    build_engine(tmp_path / "checkpoint", tmp_path / "engine", BuildOptions())
+    head = case.write_head(tmp_path / "head")
+    drafts: dict[str, dict[tuple[int, ...], list[int]]] = {}
+    for device in ("cpu", "cuda"):
+        monkeypatch.setattr(case, "OPTIONS", replace(case.OPTIONS, device=device))
+        core = case.load(tmp_path / "engine", head)
+        speculator = case.inner(core)._scheduler._speculator
+        speculator._cost = case.FREE
+        speculator._drafter = recorder = case.Recorder(speculator._drafter)
+        case.answers(core)
+        drafts[device] = {tuple(tokens): draft for tokens, _, greedy, draft in recorder.seen if greedy and draft}
+    shared = drafts["cpu"].keys() & drafts["cuda"].keys()
+    same = sum(drafts["cpu"][tokens] == drafts["cuda"][tokens] for tokens in shared)
+    print(f"{same} of {len(shared)} drafts are the same, {len(drafts['cpu'])} on the CPU")
+    assert len(shared) > 10 and same > 0.7 * len(shared)

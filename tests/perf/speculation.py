@@ -98,6 +98,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
     parser.add_argument("--json", type=Path, help="file to add the records to")
     options = parser.parse_args()
+    batches = [int(part) for part in options.batches.split(",")]
     codec = Codec()
     pool = NamePool.build(codec)
     usual: dict[tuple[str, int], Cell] = {}
@@ -107,6 +108,7 @@ def main() -> None:
             options.engine,
             EngineOptions(
                 device=options.device,
+                max_batch=max(batches),
                 threads=options.threads,
                 speculation=drafter,
                 draft_engine=draft_engine,
@@ -114,7 +116,7 @@ def main() -> None:
                 prefix_cache=False,
             ),
         )
-        for batch in map(int, options.batches.split(",")):
+        for batch in batches:
             for kind in options.kinds.split(","):
                 submits = submits_of(kind, max(options.samples, batch), codec, pool)
                 cell, before = Cell(), drafted(core)

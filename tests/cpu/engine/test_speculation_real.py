@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import queue
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,9 @@ import torch
 
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
+from gptoss_trt.runtime.engine.client import EngineClient
 from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
-from gptoss_trt.runtime.engine.messages import Error, Finished, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
@@ -123,3 +126,35 @@ def test_a_step_of_several_tokens_equals_one_of_a_row_each(engines: dict[str, Pa
         assert rows.query_start.tolist() == list(range(9)) and rows.window_blocks.shape[1] <= -(-(window - 1) // 16) + 1
         torch.testing.assert_close(model.forward(rows), model.forward(batch), atol=ROUNDING, rtol=0)
         assert [len(work.sequence.tokens) for work in works] == [context, context]
+
+
+def test_the_process_speculates_and_says_what_came_of_it(engines: dict[str, Path], tmp_path: Path) -> None:
+    """The way of `--engine-option speculation=ngram`: usage feeds the wire's acceptance_rate, stats the metrics."""
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    options = dataclasses.replace(OPTIONS, speculation="ngram", draft_tokens=3)
+    client = EngineClient(engines["target"], state_dir=tmp_path, options=options, idle_timeout_s=0.5)
+    with contextlib.closing(client):
+        client.wait_ready(60)
+        submit = dataclasses.replace(submits()[5], max_tokens=60, logprobs=None)
+        client.submit(submit, events.put)
+        ids: list[int] = []
+        while not isinstance(event := events.get(timeout=30), Finished):
+            assert isinstance(event, Tokens) and len(event.token_ids) <= 4, event
+            ids += event.token_ids
+        usage, counters = event.usage, client.stats()["counters"]
+    assert len(ids) == usage.completion_tokens == 60
+    assert 0 < usage.accepted_draft_tokens <= usage.draft_tokens
+    assert (counters["draft_tokens"], counters["accepted_draft_tokens"]) == (
+        usage.draft_tokens,
+        usage.accepted_draft_tokens,
+    )
+
+
+def test_a_process_without_its_draft_engine_says_so(engines: dict[str, Path], tmp_path: Path) -> None:
+    events: queue.SimpleQueue[Event] = queue.SimpleQueue()
+    options = dataclasses.replace(OPTIONS, speculation="draft", draft_engine=str(tmp_path / "absent"))
+    client = EngineClient(engines["target"], state_dir=tmp_path / "state", options=options, idle_timeout_s=0.5)
+    with contextlib.closing(client):
+        client.submit(submits()[0], events.put)
+        error = events.get(timeout=30)
+    assert isinstance(error, Error) and error.code == "UNAVAILABLE" and str(tmp_path / "absent") in error.message
