@@ -166,11 +166,11 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_ge
 typedef struct gptoss_trt_attention_args {
   uint32_t size;        /* sizeof(gptoss_trt_attention_args) */
   uint32_t flags;       /* GPTOSS_TRT_ATTENTION_* bits */
-  int32_t plan;         /* 0 = chosen from the shape. Decode: 1 = four warps a block, 2 = eight.
-                           Prefill, warpgroups x keys: 1 = 3 x 128, 2 = 2 x 128, 3 = 3 x 64,
+  int32_t plan;         /* 0 = chosen from the shape. Decode: 1, 2, 3 = two, four, eight warps a
+                           block. Prefill, warpgroups x keys: 1 = 3 x 128, 2 = 2 x 128, 3 = 3 x 64,
                            4 = 4 x 64 */
   int32_t parts;        /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
-                           sequences, kv_heads and table_width. Results are equal bit for bit for
+                           tokens, kv_heads and table_width. Results are equal bit for bit for
                            equal cuts only. */
   int32_t tokens;       /* T, padding included */
   int32_t sequences;    /* S */
@@ -187,11 +187,11 @@ typedef struct gptoss_trt_attention_args {
   const void* v_cache;
   const int32_t* block_table;  /* [S, table_width] */
   const int32_t* first_block;  /* [S], or null for zeros */
-  const int32_t* query_start;  /* [S + 1]; prefill only */
+  const int32_t* query_start;  /* [S + 1]; decode: or null, T / S tokens of every sequence */
   const int32_t* context_lens; /* [S]: keys of each sequence, this call's tokens among them */
   const void* sinks;           /* [heads] */
   void* out;                   /* [T, heads, 64] */
-  uint32_t* tickets; /* decode in parts: [S, kv_heads], zero ahead of the first call; every call
+  uint32_t* tickets; /* decode in parts: [T, kv_heads], zero ahead of the first call; every call
                         leaves zeros. Calls that may overlap in time need tickets of their own. */
   void* workspace;   /* decode in parts, 256-byte aligned: anything before and after a call */
   uint64_t workspace_bytes;
@@ -202,9 +202,10 @@ typedef struct gptoss_trt_attention_args {
 GPTOSS_TRT_API gptoss_trt_status
 gptoss_trt_attention_decode_workspace(const gptoss_trt_attention_args* args, uint64_t* bytes);
 
-/* One new token a sequence (T = S), the last of its context. A context of 0 gives zeros. Fails with
- * INVALID_ARGUMENT, UNSUPPORTED (T is not S, a card that is not sm_90), WORKSPACE_TOO_SMALL or
- * CUDA_ERROR. */
+/* Few new tokens a sequence, the last of its context: for one token each, or for up to 8 on average.
+ * A context of 0, and rows behind query_start[S], give zeros. Fails with INVALID_ARGUMENT,
+ * UNSUPPORTED (more than 65,535 tokens or 8 a sequence, a number that S does not divide without
+ * query_start, a card that is not sm_90), WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attention_args* args,
                                                              gptoss_trt_stream stream);
 

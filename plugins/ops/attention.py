@@ -17,7 +17,9 @@ from gptoss_trt.triton_kernels import attention as triton_attention
 GROUP, HEAD_DIM = 8, 64
 DECODE_BLOCKS = (16, 32, 64)  # tokens of a cache block
 PREFILL_BLOCK = 64
-MAX_PAIRS = 1 << 16  # of sequence and KV head: tickets of one launch
+MAX_PAIRS = 1 << 16  # of token and KV head: tickets of one launch
+MAX_QUERIES = 8  # tokens of a sequence that each read its keys for themselves, from the second-level cache
+FEW_TOKENS = 64  # of a ragged step: few enough that cutting their keys into parts beats sharing them
 
 
 @dataclass(frozen=True)
@@ -37,12 +39,13 @@ _tickets: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
 def takes_decode(q: torch.Tensor, k_cache: torch.Tensor, sequences: int) -> bool:
-    """Whether the library's kernel takes a decode call of these tensors: one token each, groups of 8 heads of 64."""
-    return q.shape[0] == sequences and _takes(q, k_cache) and k_cache.shape[2] in DECODE_BLOCKS
+    """Whether the library takes a call for a few tokens of each sequence: groups of 8 heads of 64 columns, bf16."""
+    fits = q.shape[0] <= MAX_QUERIES * sequences and q.shape[0] * k_cache.shape[1] <= MAX_PAIRS
+    return fits and _takes(q, k_cache) and k_cache.shape[2] in DECODE_BLOCKS
 
 
 def takes_prefill(q: torch.Tensor, k_cache: torch.Tensor) -> bool:
-    """Whether the library's kernel takes a prefill call of these tensors."""
+    """Whether the library takes a call for chunks of any length."""
     return _takes(q, k_cache) and k_cache.shape[2] == PREFILL_BLOCK
 
 
@@ -68,21 +71,13 @@ def attention_decode(
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream; allocates the parts of a cut range.
     Raises LibraryError when the call fails."""
-    if not takes_decode(q, k_cache, context_lens.shape[0]):
+    if q.shape[0] % context_lens.shape[0] or not takes_decode(q, k_cache, context_lens.shape[0]):
         triton_attention.attention_decode(
             q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale, out
         )
         return
-    loaded = library.load()
     args = _arguments(q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, out, options)
-    stream = torch.cuda.current_stream(q.device).cuda_stream
-    size = loaded.attention_workspace(args)
-    workspace = torch.empty(size, dtype=torch.uint8, device=q.device) if size else None
-    if workspace is not None:
-        args.tickets = _tickets_of(q.device, stream, context_lens.shape[0] * k_cache.shape[1]).data_ptr()
-        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
-    with torch.cuda.device(q.device):
-        loaded.attention_decode(args, stream)
+    _launch_decode(args, q.device)
 
 
 def attention_prefill(
@@ -101,8 +96,10 @@ def attention_prefill(
     out: torch.Tensor,
     options: Options = DEFAULT,
 ) -> None:
-    """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
-    if not takes_prefill(q, k_cache):
+    """The op of that name; see ops/schemas.py. Runs on the current stream; few tokens, as of drafts to be checked, take
+    the decode kernel, unless a plan is asked for. Raises LibraryError when the call fails."""
+    few = q.shape[0] <= FEW_TOKENS and options.plan == 0 and takes_decode(q, k_cache, context_lens.shape[0])
+    if not few and not takes_prefill(q, k_cache):
         triton_attention.attention_prefill(
             q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, window, scale, k_scale,
             v_scale, out,
@@ -110,8 +107,23 @@ def attention_prefill(
         return
     args = _arguments(q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, out, options)
     args.query_start = query_start.data_ptr()
+    if few:
+        _launch_decode(args, q.device)
+        return
     with torch.cuda.device(q.device):
         library.load().attention_prefill(args, torch.cuda.current_stream(q.device).cuda_stream)
+
+
+def _launch_decode(args: AttentionArgs, device: torch.device) -> None:
+    loaded = library.load()
+    stream = torch.cuda.current_stream(device).cuda_stream
+    size = loaded.attention_workspace(args)
+    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
+    if workspace is not None:
+        args.tickets = _tickets_of(device, stream).data_ptr()
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), size
+    with torch.cuda.device(device):
+        loaded.attention_decode(args, stream)
 
 
 def _arguments(
@@ -154,10 +166,8 @@ def _arguments(
     )
 
 
-def _tickets_of(device: torch.device, stream: int, pairs: int) -> torch.Tensor:
-    """Zeros, made once a stream. Raises ValueError for more pairs of sequence and KV head than there are tickets."""
-    if pairs > MAX_PAIRS:
-        raise ValueError(f"attention_decode of {pairs} pairs of sequence and KV head; the limit is {MAX_PAIRS}")
+def _tickets_of(device: torch.device, stream: int) -> torch.Tensor:
+    """MAX_PAIRS zeros, made once a stream."""
     key = (device, stream)
     if key not in _tickets:
         _tickets[key] = torch.zeros(MAX_PAIRS, dtype=torch.int32, device=device)

@@ -16,7 +16,7 @@ from gptoss_trt.ops import attention, library
 OPS = torch.ops.gptoss_trt
 D, GROUP, BLOCK_TOKENS = 64, 8, 64
 TOLERANCE = 2**-6  # worst element of a row over the row's largest
-DECODE_PLANS, PREFILL_PLANS = (0, 1, 2), (0, 1, 2, 3)
+DECODE_PLANS, PREFILL_PLANS = (0, 1, 2, 3), (0, 1, 2, 3, 4)
 REPEATS = 200
 
 
@@ -106,7 +106,7 @@ def test_decode_in_every_plan_and_cut(window: int, kv_heads: int) -> None:
             assert torch.count_nonzero(got[-1]) == 0
 
 
-@pytest.mark.parametrize("block_tokens", [16, 32])
+@pytest.mark.parametrize("block_tokens", [8, 16, 32])
 def test_decode_with_smaller_blocks(block_tokens: int) -> None:
     case = Paged.make([300, 64, 5], [1, 1, 1], 0)
     each = BLOCK_TOKENS // block_tokens
@@ -117,6 +117,7 @@ def test_decode_with_smaller_blocks(block_tokens: int) -> None:
     table = (case.table[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
     want = case.decode()
     case.k, case.v, case.table = (*(x.contiguous() for x in split), table.contiguous())
+    assert attention.takes_decode(case.q, case.k, 3) == (block_tokens >= 16)  # else Triton's kernel
     assert worst(case.cuda().decode(options(0)), want) < TOLERANCE
 
 
@@ -200,8 +201,12 @@ def test_nan_in_one_cache_stays_in_its_sequence() -> None:
     assert bool(got[0].isnan().all()) and not bool(got[1].isnan().any())
 
 
-def test_what_the_library_does_not_take_goes_to_triton() -> None:
-    case = Paged.make([300, 64], [2, 2], 0).cuda()
-    assert not attention.takes_decode(case.q, case.k, 2)
-    want = Paged(**{n: x.cpu() if isinstance(x, torch.Tensor) else x for n, x in vars(case).items()}).decode()
-    assert worst(case.decode(options(0)), want) < TOLERANCE
+@pytest.mark.parametrize("window", [0, 128])
+def test_few_tokens_of_each_sequence(window: int) -> None:
+    even = Paged.make([300, 8, 2000], [4, 4, 4], window, width=0 if window else 32)
+    assert worst(even.cuda().decode(options(0)), even.decode()) < TOLERANCE
+    ragged = Paged.make([300, 8, 2000, 130], [3, 8, 1, 5], window, padding=7)
+    assert attention.takes_decode(ragged.q, ragged.k, 4)
+    got, want = ragged.cuda().prefill(options(0)), ragged.prefill()
+    assert worst(got, want) < TOLERANCE
+    assert torch.count_nonzero(got[-7:]) == 0

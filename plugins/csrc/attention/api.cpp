@@ -16,10 +16,11 @@ namespace {
 using Args = gptoss_trt_attention_args;
 
 constexpr int kMaxGrid = 65535;  // CUDA's limit in y and z
+constexpr int kMaxQueries = 8;   // tokens of a sequence in a decode call
 constexpr int kLeastBlockTokens = 16;
 constexpr int kMostBlockTokens = 64;
-constexpr int kDecodePlans = 2;
-constexpr int kPrefillPlans = 8;
+constexpr int kDecodePlans = 3;
+constexpr int kPrefillPlans = 12;
 
 gptoss_trt_status check_sizes(const Args* args, int plans) {
   if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: args is null");
@@ -138,8 +139,11 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   p.block_table = args.block_table;
   p.first_block = args.first_block;
   p.context_lens = args.context_lens;
+  p.query_start = args.query_start;
   p.sinks = static_cast<const uint16_t*>(args.sinks);
   p.out = static_cast<uint16_t*>(args.out);
+  p.sequences = args.sequences;
+  p.queries = args.tokens / args.sequences;
   if (plan.parts > 1) {
     p.partial_out = reinterpret_cast<float*>(workspace);
     p.partial_stats = reinterpret_cast<float2*>(workspace + layout.stats);
@@ -152,7 +156,7 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   p.window = args.window;
   p.parts = plan.parts;
   p.part_keys = plan.part_keys;
-  const cudaError_t error = launch_decode(p, plan, args.sequences, options_of(args, stream));
+  const cudaError_t error = launch_decode(p, plan, args.tokens, options_of(args, stream));
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
 }
 
@@ -203,11 +207,14 @@ extern "C" gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attent
   using namespace gptoss::attention;
   const gptoss_trt_status status = check_sizes(args, kDecodePlans);
   if (status != GPTOSS_TRT_OK) return status;
-  if (args->tokens != args->sequences) {
+  const bool even = args->sequences > 0 && args->tokens % args->sequences == 0;
+  if (args->tokens > kMaxGrid || args->tokens > kMaxQueries * static_cast<int64_t>(args->sequences) ||
+      (args->query_start == nullptr && args->tokens > 0 && !even)) {
     return gptoss::fail(GPTOSS_TRT_UNSUPPORTED,
                         "attention_decode: %" PRId32 " tokens of %" PRId32
-                        " sequences; this kernel takes one each",
-                        args->tokens, args->sequences);
+                        " sequences; this kernel takes %d tokens in all, %d a sequence, as many of "
+                        "each without query_start",
+                        args->tokens, args->sequences, kMaxGrid, kMaxQueries);
   }
   return args->tokens == 0 ? GPTOSS_TRT_OK : decode(*args, stream);
 }

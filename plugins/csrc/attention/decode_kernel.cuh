@@ -1,4 +1,5 @@
-// One new token a sequence: a block of warps reads one part of one sequence's keys for one KV head.
+// Few new tokens a sequence: a block of warps reads one part of the keys of one token for one KV head
+// (tokens of one sequence read the same keys side by side, from the second-level cache).
 //
 // Scores are made transposed, [keys, queries], so that the eight heads of a group fill an
 // instruction's eight columns, and keys and values go from device memory to the fragments'
@@ -38,9 +39,12 @@ struct Tile {
   uint4 v[4];
 };
 
-// Where a warp's tiles lie: lane i holds the page of the warp's i-th tile, modulo 32.
+// Where a warp's tiles lie. Up to 32 pages a sequence, lane i holds page i of the table; else that of
+// the warp's i-th tile, modulo 32. Neither waits for the sequence's length.
 struct Pages {
-  const int32_t* row;  // of the block table, moved back by first_block
+  const int32_t* row;  // of the block table
+  int width;
+  int first_page;  // logical page of row[0]
   int first_tile;
   int stride;
   int count;
@@ -48,8 +52,15 @@ struct Pages {
   int held;
 
   __device__ __forceinline__ int tile(int i) const { return first_tile + stride * i; }
+  __device__ __forceinline__ int entry(int i) const { return (tile(i) >> shift) - first_page; }
+  __device__ __forceinline__ bool whole() const { return width <= 32; }
   __device__ __forceinline__ void fetch(int i, int lane) {
-    held = i + lane < count ? row[tile(i + lane) >> shift] : 0;
+    const int place = whole() ? lane : entry(i + lane);
+    held = static_cast<uint32_t>(place) < static_cast<uint32_t>(width) ? row[place] : 0;
+  }
+  __device__ __forceinline__ int page(int i, int lane) {
+    if (!whole() && (i & 31) == 0 && i > 0) fetch(i, lane);
+    return __shfl_sync(0xffffffffu, held, whole() ? entry(i) : i & 31);
   }
 };
 
@@ -60,8 +71,7 @@ __device__ __forceinline__ bool between(int key, int begin, int end) {
 __device__ __forceinline__ void load_tile(const DecodeParams& p, Pages& pages, int i, int kv_head,
                                           int begin, int end, int lane, Tile& tile) {
   const int g = lane >> 2, t = lane & 3;
-  if ((i & 31) == 0 && i > 0) pages.fetch(i, lane);
-  const int page = __shfl_sync(0xffffffffu, pages.held, i & 31);
+  const int page = pages.page(i, lane);
   const int first = pages.tile(i) * kTileKeys;
   const int row = first & ((1 << p.block_shift) - 1);
   const int64_t base =
@@ -165,7 +175,7 @@ __device__ __forceinline__ float with_sink(float value, float maximum, float tot
   return value * (kept / (total * kept + exp2_fast(sink2 - higher)));
 }
 
-// The parts of one (sequence, KV head), added in their order by the block that came last.
+// The parts of one (token, KV head), added in their order by the block that came last.
 template <int kWarps>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, DecodeShared<kWarps>& shared,
                                             int64_t pair, int used, int64_t first_head,
@@ -262,33 +272,58 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, DecodeShared<
   }
 }
 
-// Grid (kv_heads, parts, sequences). kBlocks: blocks that share a multiprocessor.
+// Whose keys a token sees: the first `keys` of `sequence`; none for padding.
+struct Reader {
+  int sequence;
+  int keys;
+};
+
+// Executed by whole warps, each for itself.
+__device__ __forceinline__ Reader find_reader(const DecodeParams& p, int token) {
+  if (p.query_start == nullptr) {
+    const int sequence = token / p.queries;
+    const int keys = p.context_lens[sequence] - p.queries + 1 + token % p.queries;
+    return {sequence, max(keys, 0)};
+  }
+  int sequence = 0;
+  for (int base = 0; base < p.sequences; base += 32) {
+    const int s = base + static_cast<int>(threadIdx.x & 31);
+    const bool before = s < p.sequences && p.query_start[s + 1] <= token;
+    sequence += __popc(__ballot_sync(0xffffffffu, before));
+  }
+  if (sequence == p.sequences) return {0, 0};
+  return {sequence, p.context_lens[sequence] - p.query_start[sequence + 1] + token + 1};
+}
+
+// Grid (kv_heads, parts, tokens). kBlocks: blocks that share a multiprocessor.
 template <int kWarps, int kBlocks>
 __global__ __launch_bounds__(kWarps * 32,
                              kBlocks) void attention_decode_kernel(const DecodeParams p) {
   __shared__ DecodeShared<kWarps> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int kv_head = blockIdx.x, part = blockIdx.y, sequence = blockIdx.z;
+  const int kv_head = blockIdx.x, part = blockIdx.y, token = blockIdx.z;
   // Tables and lengths come from the host's copy ahead of the step, not from the kernel ahead.
-  const int context = p.context_lens[sequence];
+  const auto [sequence, context] = find_reader(p, token);
   const int used = p.window ? 1 : max(1, (context + p.part_keys - 1) / p.part_keys);
   const int begin = p.window ? max(context - p.window, 0) : part * p.part_keys;
   const int end = p.window ? context : min(begin + p.part_keys, context);
   const int first_tile = begin / kTileKeys + warp;
   const int tiles = (end + kTileKeys - 1) / kTileKeys - first_tile;
   const int first = p.first_block == nullptr ? 0 : p.first_block[sequence];
-  Pages pages{p.block_table + static_cast<int64_t>(sequence) * p.table_width - first,
+  Pages pages{p.block_table + static_cast<int64_t>(sequence) * p.table_width,
+              p.table_width,
+              first,
               first_tile,
               kWarps,
               max(0, (tiles + kWarps - 1) / kWarps),
               p.block_shift - 4,
               0};
-  if (part < used) pages.fetch(0, lane);
+  pages.fetch(0, lane);
   dependency_wait();
   dependents_launch();
   if (part >= used) return;
 
-  const int64_t pair = static_cast<int64_t>(sequence) * p.kv_heads + kv_head;
+  const int64_t pair = static_cast<int64_t>(token) * p.kv_heads + kv_head;
   const int64_t first_head = pair * kGroup;
   const uint4* query = reinterpret_cast<const uint4*>(p.q) + (first_head + (lane >> 2)) * kRowWords;
   const uint4 q[2] = {query[lane & 3], query[4 + (lane & 3)]};

@@ -14,7 +14,7 @@ struct LaunchOptions {
   cudaStream_t stream;
 };
 
-cudaError_t launch_decode(const DecodeParams& params, const DecodePlan& plan, int sequences,
+cudaError_t launch_decode(const DecodeParams& params, const DecodePlan& plan, int tokens,
                           const LaunchOptions& options);
 
 // The cache's and the queries' addresses, which the kernel sees through tensor maps.

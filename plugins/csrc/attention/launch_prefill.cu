@@ -39,11 +39,12 @@ cudaError_t encode_map(CUtensorMap* map, const void* base, int rank, int64_t row
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kConsumers, int kKeys, int kStages, bool kTurns, bool kOverlap>
+template <int kConsumers, int kKeys, int kStages, int kTurns, bool kEarly, int kBlocks = 1,
+          bool kSums = false>
 cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
                    const LaunchOptions& options) {
-  using Shape = PrefillShape<kConsumers, kKeys, kStages>;
-  const auto kernel = attention_prefill_kernel<kConsumers, kKeys, kStages, kTurns, kOverlap>;
+  using Shape = PrefillShape<kConsumers, kKeys, kStages, kBlocks>;
+  const auto kernel = attention_prefill_kernel<kConsumers, kKeys, kStages, kTurns, kEarly, kBlocks, kSums>;
   const int64_t rows = static_cast<int64_t>(params.blocks) * params.kv_heads * kPageKeys;
   CUtensorMap q_map, k_map, v_map;
   cudaError_t error = encode_map(&q_map, tensors.q, 3, static_cast<int64_t>(params.kv_heads) * kGroup,
@@ -74,21 +75,29 @@ cudaError_t launch_prefill(const PrefillParams& params, const PrefillTensors& te
                            PrefillKind kind, const LaunchOptions& options) {
   switch (kind) {
     case PrefillKind::kThree128:
-      return launch<3, 128, 3, false, true>(params, tensors, options);
+      return launch<3, 128, 3, 0, false>(params, tensors, options);
     case PrefillKind::kTwo128:
-      return launch<2, 128, 3, false, true>(params, tensors, options);
+      return launch<2, 128, 3, 0, false>(params, tensors, options);
     case PrefillKind::kThree64:
-      return launch<3, 64, 4, false, true>(params, tensors, options);
+      return launch<3, 64, 4, 0, false>(params, tensors, options);
     case PrefillKind::kFour64:
-      return launch<4, 64, 4, false, true>(params, tensors, options);
+      return launch<4, 64, 4, 0, false>(params, tensors, options);
     case PrefillKind::kThree128Turns:
-      return launch<3, 128, 3, true, true>(params, tensors, options);
+      return launch<3, 128, 3, 2, false>(params, tensors, options);
+    case PrefillKind::kTwo128Early:
+      return launch<2, 128, 3, 0, true>(params, tensors, options);
+    case PrefillKind::kTwo128EarlyTurns:
+      return launch<2, 128, 3, 2, true>(params, tensors, options);
+    case PrefillKind::kTwo128SumsTurns:
+      return launch<2, 128, 3, 2, true, 1, true>(params, tensors, options);
+    case PrefillKind::kFour64Turns:
+      return launch<4, 64, 4, 2, false>(params, tensors, options);
+    case PrefillKind::kTwo128Sums:
+      return launch<2, 128, 3, 0, true, 1, true>(params, tensors, options);
+    case PrefillKind::kThree128Deep:
+      return launch<3, 128, 5, 0, false>(params, tensors, options);
     case PrefillKind::kTwo128Turns:
-      return launch<2, 128, 3, true, true>(params, tensors, options);
-    case PrefillKind::kThree128Plain:
-      return launch<3, 128, 3, false, false>(params, tensors, options);
-    case PrefillKind::kTwo128Plain:
-      return launch<2, 128, 3, false, false>(params, tensors, options);
+      return launch<2, 128, 3, 2, false>(params, tensors, options);
   }
   return cudaErrorInvalidValue;
 }

@@ -21,16 +21,19 @@ struct DecodeParams {
   const int32_t* block_table;   // [sequences, table_width]
   const int32_t* first_block;   // [sequences] or null
   const int32_t* context_lens;  // [sequences]
+  const int32_t* query_start;   // [sequences + 1], or null: as many tokens of every sequence
   const uint16_t* sinks;        // [heads]
   uint16_t* out;
-  float* partial_out;     // [sequences, kv_heads, parts, 8, 64], relative to partial_stats' maximum
-  float2* partial_stats;  // [sequences, kv_heads, parts, 8]: maximum (log2), sum of weights
-  uint32_t* tickets;      // [sequences, kv_heads], zero between calls
+  float* partial_out;     // [tokens, kv_heads, parts, 8, 64], relative to partial_stats' maximum
+  float2* partial_stats;  // [tokens, kv_heads, parts, 8]: maximum (log2), sum of weights
+  uint32_t* tickets;      // [tokens, kv_heads], zero between calls
   float scale_log2;       // the softmax scale times log2(e)
+  int sequences;
   int kv_heads;
   int table_width;
   int block_shift;  // block_tokens = 1 << block_shift, at least 16
   int window;       // 0: none
+  int queries;      // tokens of a sequence, without query_start
   int parts;
   int part_keys;
 };

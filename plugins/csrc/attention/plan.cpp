@@ -17,7 +17,7 @@ constexpr int kAlignment = 256;
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
 int warps_of(const gptoss_trt_attention_args& args, int chosen) {
-  return args.plan != 0 ? 4 * args.plan : chosen;
+  return args.plan != 0 ? 1 << args.plan : chosen;
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -26,7 +26,7 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 
 // Measured on an H200 at contexts of 1k and 8k, batches 1 to 128 (tests/perf/NOTES.md).
 DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
-  const int pairs = std::max(1, args.sequences * args.kv_heads);
+  const int pairs = std::max(1, args.tokens * args.kv_heads);
   if (args.window != 0) return {warps_of(args, pairs <= kFewPairs ? 8 : 4), 1, 0};
   const int64_t keys = static_cast<int64_t>(args.table_width) * args.block_tokens;
   const bool crowded = pairs >= kRoundBlocks && keys <= kShortKeys;
@@ -47,7 +47,7 @@ PrefillKind prefill_plan(const gptoss_trt_attention_args& args) {
 DecodeWorkspace decode_workspace(const gptoss_trt_attention_args& args) {
   const DecodePlan plan = decode_plan(args);
   if (plan.parts == 1) return {0, 0};
-  const int64_t slots = static_cast<int64_t>(args.sequences) * args.kv_heads * plan.parts;
+  const int64_t slots = static_cast<int64_t>(args.tokens) * args.kv_heads * plan.parts;
   const int64_t stats = aligned(slots * kGroup * kHeadDim * static_cast<int64_t>(sizeof(float)));
   return {stats, stats + aligned(slots * kGroup * 2 * static_cast<int64_t>(sizeof(float)))};
 }

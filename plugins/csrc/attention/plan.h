@@ -20,9 +20,13 @@ enum class PrefillKind {  // consumer warpgroups, keys of a block
   kThree64 = 3,
   kFour64 = 4,
   kThree128Turns = 5,
-  kTwo128Turns = 6,
-  kThree128Plain = 7,
-  kTwo128Plain = 8,
+  kTwo128Early = 6,
+  kTwo128EarlyTurns = 7,
+  kTwo128SumsTurns = 8,
+  kFour64Turns = 9,
+  kTwo128Sums = 10,
+  kThree128Deep = 11,
+  kTwo128Turns = 12,
 };
 
 DecodePlan decode_plan(const gptoss_trt_attention_args& args);

@@ -25,29 +25,33 @@ constexpr int kPageBytes = kPageKeys * kRowBytes;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupQueries = 8;  // queries of a warpgroup: 64 rows of eight heads
 
-template <int kConsumers, int kKeys, int kStages>
+template <int kConsumers, int kKeys, int kStages, int kBlocks>
 struct PrefillShape {
   static constexpr int kQueries = kConsumers * kGroupQueries;
-  static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
+  // Two blocks share a multiprocessor with a producing warp, one has a warpgroup whose registers it takes.
+  static constexpr int kThreads = kConsumers * kGroupThreads + (kBlocks == 2 ? 32 : kGroupThreads);
   static constexpr int kQueryBytes = kConsumers * 64 * kRowBytes;
   static constexpr int kBlockBytes = kKeys * kRowBytes;  // of keys; values as many
   static constexpr int kBarriers = 1 + 4 * kStages;
+  static constexpr int kOnesBytes = 16 * kRowBytes;  // rows of ones: a column of weights' sums
   static constexpr int kSharedBytes =
-      1024 + kQueryBytes + 2 * kStages * kBlockBytes + kBarriers * 8;  // 1,024: alignment
+      1024 + kQueryBytes + 2 * kStages * kBlockBytes + kOnesBytes + kBarriers * 8;  // 1,024: alignment
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 240 : 112;
+  static constexpr int kConsumerRegisters =
+      kConsumers == 3 ? 160 : kConsumers == 2 ? 240 : 112;
 };
 
 // Addresses in shared memory.
 template <class Shape, int kStages>
 struct PrefillMemory {
-  uint32_t query, keys, values, barriers;
+  uint32_t query, keys, values, ones, barriers;
 
   __device__ __forceinline__ explicit PrefillMemory(uint32_t raw)
       : query((raw + 1023) & ~1023u),
         keys(query + Shape::kQueryBytes),
         values(keys + kStages * Shape::kBlockBytes),
-        barriers(values + kStages * Shape::kBlockBytes) {}
+        ones(values + kStages * Shape::kBlockBytes),
+        barriers(ones + Shape::kOnesBytes) {}
   __device__ __forceinline__ uint32_t query_full() const { return barriers; }
   __device__ __forceinline__ uint32_t keys_full(int s) const { return barriers + 8 + 8 * s; }
   __device__ __forceinline__ uint32_t keys_free(int s) const { return keys_full(kStages + s); }
@@ -169,7 +173,7 @@ struct RowState {
 };
 
 // scores become weights; shrink is what the output so far is multiplied by.
-template <int kKeys>
+template <int kKeys, bool kSums>
 __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& rows, float (&shrink)[2],
                                        float scale_log2, int first_key, int position, int window) {
   const int t = threadIdx.x & 3;
@@ -201,7 +205,7 @@ __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& row
     for (int i = 2 * row; i < kKeys / 2; i += 4) {
       scores[i] = exp2_fast(scores[i] * scale_log2 - base);
       scores[i + 1] = exp2_fast(scores[i + 1] * scale_log2 - base);
-      sum += scores[i] + scores[i + 1];
+      if (!kSums) sum += scores[i] + scores[i + 1];
     }
     rows.total[row] = rows.total[row] * shrink[row] + sum;
     rows.top[row] = higher;
@@ -212,6 +216,14 @@ __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& row
 // make the exponentials afterwards, does not move the wait across it.
 __device__ __forceinline__ void finish_before_wait(const RowState& rows) {
   if (__any_sync(0xffffffffu, rows.total[0] + rows.total[1] < 0.f)) __nanosleep(32);
+}
+
+template <int kKeys>
+__device__ __forceinline__ void finish_before_wait(const uint32_t (&weights)[kKeys / 16][4]) {
+  uint32_t signs = 0;
+#pragma unroll
+  for (int i = 0; i < kKeys / 4; ++i) signs |= weights[i / 4][i % 4];
+  if (__any_sync(0xffffffffu, (signs & 0x80008000u) != 0)) __nanosleep(32);
 }
 
 template <int kKeys>
@@ -236,20 +248,23 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_
   wgmma_commit();
 }
 
-template <int kKeys>
-__device__ __forceinline__ void start_output(float (&out)[32], uint32_t (&weights)[kKeys / 16][4],
-                                             uint64_t values) {
+template <int kKeys, int kOutputs>
+__device__ __forceinline__ void start_output(float (&out)[kOutputs],
+                                             uint32_t (&weights)[kKeys / 16][4], uint32_t values,
+                                             uint32_t ones) {
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) {
-    wgmma_bf16_turned(out, weights[k], values + k * (16 * kRowBytes / 16));
+    const uint32_t rows = values + k * 16 * kRowBytes;
+    wgmma_bf16_turned(out, weights[k], swizzled_rows(rows, ones - rows));
   }
   wgmma_commit();
 }
 
-__device__ __forceinline__ void rescale(float (&out)[32], const float (&shrink)[2]) {
+template <int kOutputs>
+__device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&shrink)[2]) {
   if (!__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) return;
 #pragma unroll
-  for (int i = 0; i < 32; ++i) out[i] *= shrink[(i & 2) >> 1];
+  for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[(i & 2) >> 1];
 }
 
 // Values behind the sequence's end are what the block's last owner left there: zero weights do not
@@ -263,8 +278,9 @@ __device__ __forceinline__ void clear_values(uint32_t values, int from_row, int 
   named_barrier_sync(1, threads);
 }
 
+template <int kOutputs>
 __device__ __forceinline__ void write_rows(const PrefillParams& p, const PrefillTile& tile, int token,
-                                           int kv_head, const float (&out)[32], RowState& rows,
+                                           int kv_head, const float (&out)[kOutputs], RowState& rows,
                                            float scale_log2) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = kv_head * kGroup + g;
@@ -274,6 +290,7 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Prefill
     float total = rows.total[row];
     total += __shfl_xor_sync(0xffffffffu, total, 1);
     total += __shfl_xor_sync(0xffffffffu, total, 2);
+    if (kOutputs > 32) total = out[kOutputs - 4 + 2 * row];
     const float top = rows.top[row] * scale_log2;
     const float higher = fmaxf(top, sink2);
     const float kept = exp2_fast(top - higher);
@@ -314,7 +331,7 @@ struct Turns {
   }
 };
 
-template <class Shape, int kConsumers, int kStages, int kKeys, bool kTurns, bool kOverlap>
+template <class Shape, int kConsumers, int kStages, int kKeys, int kTurns, bool kEarly, bool kSums>
 __device__ __forceinline__ void consume(const PrefillParams& p,
                                         const PrefillMemory<Shape, kStages>& memory,
                                         const PrefillTile& tile, const KeyBlocks& blocks, int group,
@@ -324,7 +341,7 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
   const int offset = group * kGroupQueries + 2 * warp;
   const int position = tile.position + offset;
   const uint64_t query = swizzled_rows(memory.query + group * 64 * kRowBytes);
-  float scores[kKeys / 2], out[32] = {}, shrink[2];
+  float scores[kKeys / 2], out[kSums ? 36 : 32] = {}, shrink[2];
   uint32_t weights[kKeys / 16][4];
   RowState rows;
 
@@ -335,7 +352,7 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
   wgmma_wait<0>();
   wgmma_settle(scores);
   if (leads) barrier_arrive(memory.keys_free(0));
-  soften<kKeys>(scores, rows, shrink, p.scale_log2, blocks.last * kKeys, position, p.window);
+  soften<kKeys, kSums>(scores, rows, shrink, p.scale_log2, blocks.last * kKeys, position, p.window);
   pack_weights<kKeys>(scores, weights);
   barrier_wait(memory.values_full(0), 0);
   const int filled = tile.context - blocks.last * kKeys;
@@ -347,7 +364,8 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
   if (kTurns && blocks.count() > 1) turns.begin();
   int stage = 0, before = 0;
   uint32_t parity = 0, parity_before = 0;
-  for (int block = blocks.last - 1; block >= blocks.first; --block) {
+  // Adds the block before with the weights in `old`; those of `block` go to `fresh`.
+  const auto advance = [&](int block, uint32_t(&old)[kKeys / 16][4], uint32_t(&fresh)[kKeys / 16][4]) {
     before = stage, parity_before = parity;
     if (++stage == kStages) stage = 0, parity ^= 1;
     barrier_wait(memory.keys_full(stage), parity);
@@ -355,42 +373,73 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
     wgmma_fence();
     start_scores<kKeys>(scores, query, swizzled_rows(memory.keys + stage * Shape::kBlockBytes));
     barrier_wait(memory.values_full(before), parity_before);
-    start_output<kKeys>(out, weights, swizzled_rows(memory.values + before * Shape::kBlockBytes));
-    if (kTurns) turns.pass(block == blocks.first);
+    start_output<kKeys>(out, old, memory.values + before * Shape::kBlockBytes, memory.ones);
+    if (kTurns == 1) turns.pass(block == blocks.first);
     wgmma_wait<1>();
     wgmma_settle(scores);
+    if (kTurns == 2) turns.pass(block == blocks.first);
     if (leads) barrier_arrive(memory.keys_free(stage));
-    soften<kKeys>(scores, rows, shrink, p.scale_log2, block * kKeys, position, p.window);
-    if (kOverlap) finish_before_wait(rows);
+    soften<kKeys, kSums>(scores, rows, shrink, p.scale_log2, block * kKeys, position, p.window);
+    if (kEarly) {
+      pack_weights<kKeys>(scores, fresh);
+      finish_before_wait<kKeys>(fresh);
+    } else {
+      finish_before_wait(rows);
+    }
     wgmma_wait<0>();
     wgmma_settle(out);
-    wgmma_release(weights);
+    wgmma_release(old);
     if (leads) barrier_arrive(memory.values_free(before));
     rescale(out, shrink);
-    pack_weights<kKeys>(scores, weights);
+    if (!kEarly) pack_weights<kKeys>(scores, fresh);
+  };
+  const auto finish = [&](uint32_t(&old)[kKeys / 16][4]) {
+    barrier_wait(memory.values_full(stage), parity);
+    wgmma_fence();
+    start_output<kKeys>(out, old, memory.values + stage * Shape::kBlockBytes, memory.ones);
+    wgmma_wait<0>();
+    wgmma_settle(out);
+    wgmma_release(old);
+  };
+  int block = blocks.last - 1;
+  if (kEarly) {
+    uint32_t other[kKeys / 16][4];
+    for (; block > blocks.first; block -= 2) {
+      advance(block, weights, other);
+      advance(block - 1, other, weights);
+    }
+    if (block == blocks.first) {
+      advance(block, weights, other);
+      finish(other);
+    } else {
+      finish(weights);
+    }
+  } else {
+    for (; block >= blocks.first; --block) advance(block, weights, weights);
+    finish(weights);
   }
-  barrier_wait(memory.values_full(stage), parity);
-  wgmma_fence();
-  start_output<kKeys>(out, weights, swizzled_rows(memory.values + stage * Shape::kBlockBytes));
-  wgmma_wait<0>();
-  wgmma_settle(out);
-  wgmma_release(weights);
   write_rows(p, tile, tile.token + offset, kv_head, out, rows, p.scale_log2);
 }
 
 // Grid (tiles, kv_heads): as many tiles as any cut of the tokens into sequences can give. The blocks
 // of one head follow each other, so its keys stay in the second-level cache; those with the most
 // keys begin.
-template <int kConsumers, int kKeys, int kStages, bool kTurns, bool kOverlap>
-__global__ __launch_bounds__(PrefillShape<kConsumers, kKeys, kStages>::kThreads, 1)
+template <int kConsumers, int kKeys, int kStages, int kTurns, bool kEarly, int kBlocks, bool kSums>
+__global__ __launch_bounds__(PrefillShape<kConsumers, kKeys, kStages, kBlocks>::kThreads, kBlocks)
     void attention_prefill_kernel(const PrefillParams p, const __grid_constant__ CUtensorMap q_map,
                                   const __grid_constant__ CUtensorMap k_map,
                                   const __grid_constant__ CUtensorMap v_map) {
-  using Shape = PrefillShape<kConsumers, kKeys, kStages>;
+  using Shape = PrefillShape<kConsumers, kKeys, kStages, kBlocks>;
   extern __shared__ uint8_t raw[];
   const PrefillMemory<Shape, kStages> memory(shared_address(raw));
   const int number = gridDim.x - 1 - blockIdx.x, kv_head = blockIdx.y;
   const int group = threadIdx.x / kGroupThreads;
+  if (kSums) {
+    for (int at = threadIdx.x * 4; at < Shape::kOnesBytes; at += Shape::kThreads * 4) {
+      asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.ones + at), "r"(0x3F803F80) : "memory");
+    }
+    async_proxy_fence();
+  }
   if (threadIdx.x == 0) {
     barrier_init(memory.query_full(), 1);
     for (int s = 0; s < kStages; ++s) {
@@ -409,13 +458,13 @@ __global__ __launch_bounds__(PrefillShape<kConsumers, kKeys, kStages>::kThreads,
   if (tile.sequence < 0) return;
   const KeyBlocks blocks(tile, Shape::kQueries, kKeys, p.window);
   if (group == kConsumers) {
-    registers_release<Shape::kProducerRegisters>();
+    if (kBlocks == 1) registers_release<Shape::kProducerRegisters>();
     if (threadIdx.x == kConsumers * kGroupThreads) {
       produce<Shape, kStages, kKeys>(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
     }
   } else {
-    registers_claim<Shape::kConsumerRegisters>();
-    consume<Shape, kConsumers, kStages, kKeys, kTurns, kOverlap>(p, memory, tile, blocks, group, kv_head);
+    if (kBlocks == 1) registers_claim<Shape::kConsumerRegisters>();
+    consume<Shape, kConsumers, kStages, kKeys, kTurns, kEarly, kSums>(p, memory, tile, blocks, group, kv_head);
   }
 }
 

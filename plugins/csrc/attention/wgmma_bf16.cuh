@@ -46,9 +46,9 @@ __device__ __forceinline__ void wgmma_release(uint32_t (&a)[kCount][4]) {
 // Descriptor of rows with 128-byte swizzle from `address` (a multiple of 1,024) on: groups of eight
 // rows lie 1,024 bytes apart, along N when rows are N (64 values of K each) and along K when rows
 // are K (64 values of N each). Adding n moves it by 16 n bytes.
-__device__ __forceinline__ uint64_t swizzled_rows(uint32_t address) {
+__device__ __forceinline__ uint64_t swizzled_rows(uint32_t address, uint32_t next_columns = 16) {
   constexpr uint64_t kGroupBytes = 1024, kSwizzle128 = 1;
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | 1ull << 16 | (kGroupBytes >> 4) << 32 |
+  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | static_cast<uint64_t>(next_columns >> 4) << 16 | (kGroupBytes >> 4) << 32 |
          kSwizzle128 << 62;
 }
 
@@ -139,6 +139,29 @@ __device__ __forceinline__ void wgmma_bf16_turned(float (&d)[32], const uint32_t
         "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
         "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
         "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// The same with eight columns more, d[64, 72], whose rows of b lie `next_columns` bytes behind (in
+// the descriptor).
+__device__ __forceinline__ void wgmma_bf16_turned(float (&d)[36], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n72k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, "
+      "%24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35"
+      "}, {%36, %37, %38, %39}, %40, 1, 1, 1, 1;\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]),
+        "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]),
+        "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]),
+        "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
+        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+        "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

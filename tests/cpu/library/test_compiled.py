@@ -190,7 +190,7 @@ def attention_arguments(**changes: float) -> AttentionArgs:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"plan": 3}, "plan is 3, outside 0 to 2"),
+        ({"plan": 4}, "plan is 4, outside 0 to 3"),
         ({"parts": 33}, "parts is 33, outside 0 to 32"),
         ({"tokens": -1}, "tokens is -1"),
         ({"kv_heads": 0}, "kv_heads is 0"),
@@ -209,8 +209,10 @@ def test_attention_refuses_with_the_value(library: Library, changes: dict[str, f
 
 
 def test_attention_refuses_what_it_cannot_run(library: Library) -> None:
-    with pytest.raises(LibraryError, match="16 tokens of 8 sequences; this kernel takes one each"):
-        library.attention_decode(attention_arguments(tokens=16), 0)
+    with pytest.raises(LibraryError, match="15 tokens of 8 sequences; this kernel takes 65535 tokens"):
+        library.attention_decode(attention_arguments(tokens=15), 0)
+    with pytest.raises(LibraryError, match="65 tokens of 8 sequences"):
+        library.attention_decode(attention_arguments(tokens=65, query_start=4096), 0)
     with pytest.raises(LibraryError, match="q is null"):
         library.attention_prefill(attention_arguments(), 0)
     library.attention_decode(attention_arguments(tokens=0, sequences=0), 0)
