@@ -10,12 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch.nn.functional import pad
 
 from gptoss_trt.build_engine.spec import Formats, ModelConfig, qkv_segments
 from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
 from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
+from gptoss_trt.runtime.model.cuda_graph import padded_width
 from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 E4M3 = torch.float8_e4m3fn
@@ -165,6 +167,8 @@ class Cases:
     def _attention(self, sequences: int, context: int, window: int) -> Case:
         config = self._config
         table, first, blocks = self._tables(sequences, context, window)
+        if not window:  # the width that a captured step has for this context, which decides how keys are cut
+            table = pad(table, (0, padded_width(table.shape[1]) - table.shape[1]), value=-1)
         keys = min(context, window) if window else context
         kv_bytes = sequences * keys * 2 * config.kv_size * KV_BYTES["bf16"]
         copies = self._copies(kv_bytes)
