@@ -1,7 +1,7 @@
 """What speculation gains: tokens per second (on a CPU: per CPU second) while decoding, by text, batch and drafter.
 
 Run: python tests/perf/speculation.py --engine DIR [--kinds repeat,story] [--batches 1,4,16] [--json FILE]
-                                      [--drafters none,ngram,draft] [--draft-engine DIR] [--samples 4]
+                                      [--drafters none,ngram,draft,eagle3] [--draft-engine DIR] [--head DIR]
 The engine is a built engine of the demo; held-out samples of its kinds are answered greedily. Without --draft-engine
 the engine drafts for itself, which shows the most that can be accepted and costs as many passes as it saves. Every line
 says how many answers differ from those without speculation (sums in another order may turn a near tie).
@@ -89,6 +89,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--engine", type=Path, required=True, help="a built engine of the demo")
     parser.add_argument("--draft-engine", type=Path, help="its draft engine; the engine itself when not given")
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of it, for the drafter eagle3")
     parser.add_argument("--kinds", default=USUAL_KINDS, help="comma-separated kinds of the demo")
     parser.add_argument("--batches", default="1,4,16", help="comma-separated numbers of requests at a time")
     parser.add_argument("--drafters", default="none,ngram,draft", help="comma-separated ways of drafting, none first")
@@ -103,7 +104,7 @@ def main() -> None:
     pool = NamePool.build(codec)
     usual: dict[tuple[str, int], Cell] = {}
     for drafter in options.drafters.split(","):
-        draft_engine = str(options.draft_engine or options.engine) if drafter == "draft" else ""
+        draft_engine = {"draft": options.draft_engine or options.engine, "eagle3": options.head or ""}.get(drafter, "")
         core = load_core(
             options.engine,
             EngineOptions(
@@ -111,7 +112,7 @@ def main() -> None:
                 max_batch=max(batches),
                 threads=options.threads,
                 speculation=drafter,
-                draft_engine=draft_engine,
+                draft_engine=str(draft_engine),
                 draft_tokens=0 if drafter == "none" else options.draft_tokens,
                 prefix_cache=False,
             ),
