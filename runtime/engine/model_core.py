@@ -75,7 +75,9 @@ class ModelCore:
         self._limits = Limits(config.vocab_size, context, self._cache.capacity_tokens, guide_compiler is not None)
         self._statistics = Statistics()
         limits = SchedulerLimits(options.max_batch, options.step_tokens, options.max_queue, options.prefix_cache)
-        speculation = make_speculation(options, device, draft, draft_shape, kv_bytes=draft_bytes, full_blocks=blocks[0])
+        speculation = make_speculation(
+            options, device, config, draft, draft_shape, kv_bytes=draft_bytes, full_blocks=blocks[0]
+        )
         self._scheduler = Scheduler(limits, self._cache, self._statistics, speculation.speculator)
         batches_on = "cpu" if isinstance(model, DrawingModel) else device
         runner = StepRunner(model, Sampler(self._guide_for), options.block_tokens, batches_on, speculation.observer)

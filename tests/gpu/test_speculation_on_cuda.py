@@ -55,6 +55,7 @@ def answers(core: EngineCore, logprobs: int | None) -> dict[str, list[tuple[int,
 def test_tokens_are_those_without_speculation(engine_dir: Path, how: str, logprobs: int | None) -> None:
     draft_engine = str(engine_dir) if how == "draft" else ""
     core = load_core(engine_dir, replace(OPTIONS, speculation=how, draft_engine=draft_engine))
+    core._core._scheduler._speculator.pass_cost = 0.0  # type: ignore[attr-defined]
     usual = answers(load_core(engine_dir, OPTIONS), 20)
     got = answers(core, logprobs)
     same = 0
@@ -90,7 +91,7 @@ def test_an_eagle_head_drafts_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.
         monkeypatch.setattr(case, "OPTIONS", replace(case.OPTIONS, device=device))
         core = case.load(tmp_path / "engine", head)
         speculator = case.inner(core)._scheduler._speculator
-        speculator._cost = case.FREE
+        speculator._cost, speculator.pass_cost = case.FREE, 0.0
         speculator._drafter = recorder = case.Recorder(speculator._drafter)
         case.answers(core)
         drafts[device] = {tuple(tokens): draft for tokens, _, greedy, draft in recorder.seen if greedy and draft}

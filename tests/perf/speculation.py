@@ -3,8 +3,9 @@
 Run: python tests/perf/speculation.py --engine DIR [--kinds repeat,story] [--batches 1,4,16] [--json FILE]
                                       [--drafters none,ngram,draft,eagle3] [--draft-engine DIR] [--head DIR]
 The engine is a built engine of the demo; held-out samples of its kinds are answered greedily. Without --draft-engine
-the engine drafts for itself, which shows the most that can be accepted and costs as many passes as it saves. Every line
-says how many answers differ from those without speculation (sums in another order may turn a near tie).
+the engine drafts for itself, which it never does unless --free-drafts says so: that shows the most that can be
+accepted, and costs as many passes as it saves. Every line says how many answers differ from those without speculation
+(sums in another order may turn a near tie).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from gptoss_trt.runtime.engine.options import EngineOptions
 
 USUAL_KINDS = "repeat,reverse,story,json_record,weather_answer_real"
 ROOM_TOKENS = 16
+KV_BYTES = 512 << 20
 
 
 @dataclass
@@ -94,6 +96,7 @@ def main() -> None:
     parser.add_argument("--batches", default="1,4,16", help="comma-separated numbers of requests at a time")
     parser.add_argument("--drafters", default="none,ngram,draft", help="comma-separated ways of drafting, none first")
     parser.add_argument("--draft-tokens", type=int, default=0, help="most tokens of a draft; 0: the engine's choice")
+    parser.add_argument("--free-drafts", action="store_true", help="draft as if a pass of a drafter took no time")
     parser.add_argument("--samples", type=int, default=4, help="requests of each cell, at least a whole batch")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--threads", type=int, default=1, help="torch threads")
@@ -102,30 +105,40 @@ def main() -> None:
     batches = [int(part) for part in options.batches.split(",")]
     codec = Codec()
     pool = NamePool.build(codec)
-    usual: dict[tuple[str, int], Cell] = {}
-    for drafter in options.drafters.split(","):
-        draft_engine = {"draft": options.draft_engine or options.engine, "eagle3": options.head or ""}.get(drafter, "")
-        core = load_core(
-            options.engine,
-            EngineOptions(
-                device=options.device,
-                max_batch=max(batches),
-                threads=options.threads,
-                speculation=drafter,
-                draft_engine=str(draft_engine),
-                draft_tokens=0 if drafter == "none" else options.draft_tokens,
-                prefix_cache=False,
-            ),
-        )
-        for batch in batches:
-            for kind in options.kinds.split(","):
-                submits = submits_of(kind, max(options.samples, batch), codec, pool)
-                cell, before = Cell(), drafted(core)
-                for first in range(0, len(submits), batch):
-                    run_batch(core, submits[first : first + batch], cell)
+    cores = {name: _core(options, name, max(batches)) for name in options.drafters.split(",")}
+    for batch in batches:
+        for kind in options.kinds.split(","):
+            submits = submits_of(kind, max(options.samples, batch), codec, pool)
+            cells = {name: Cell() for name in cores}
+            before = {name: drafted(core) for name, core in cores.items()}
+            for first in range(0, len(submits), batch):
+                for name, core in cores.items():  # in turn, so that a machine that others use slows all alike
+                    run_batch(core, submits[first : first + batch], cells[name])
+            for name, core in cores.items():
                 after = drafted(core)
-                baseline = usual.setdefault((kind, batch), cell)
-                _report(options, (drafter, kind, batch), cell, baseline, (after[0] - before[0], after[1] - before[1]))
+                drafts = after[0] - before[name][0], after[1] - before[name][1]
+                _report(options, (name, kind, batch), cells[name], next(iter(cells.values())), drafts)
+
+
+def _core(options: argparse.Namespace, drafter: str, max_batch: int) -> EngineCore:
+    draft_engine = {"draft": options.draft_engine or options.engine, "eagle3": options.head or ""}.get(drafter, "")
+    core = load_core(
+        options.engine,
+        EngineOptions(
+            device=options.device,
+            max_batch=max_batch,
+            threads=options.threads,
+            kv_bytes=KV_BYTES,
+            speculation=drafter,
+            draft_engine=str(draft_engine),
+            draft_tokens=0 if drafter == "none" else options.draft_tokens,
+            prefix_cache=False,
+        ),
+    )
+    speculator = core._core._scheduler._speculator  # type: ignore[attr-defined]
+    if options.free_drafts and speculator is not None:
+        speculator.pass_cost = 0.0
+    return core
 
 
 def _report(
@@ -141,11 +154,13 @@ def _report(
         "threads": options.threads,
         "torch": torch.__version__,
         "speculation": drafter,
+        "free_drafts": options.free_drafts,
         "kind": kind,
         "batch": batch,
         "answers": len(cell.answers),
         "tokens": cell.tokens,
         "steps": cell.steps,
+        "tokens_a_step": round(cell.tokens / cell.steps, 2),
         "tok_s": round(cell.tokens / cell.seconds, 1),
         "tok_cpu_s": round(cell.tokens / cell.cpu_seconds, 1),
         "gain": round(rate / usual_rate, 3),

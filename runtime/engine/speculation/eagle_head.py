@@ -115,6 +115,11 @@ class EagleHead:
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self.device = device
 
+    @property
+    def weights(self) -> int:
+        """Weights that one token is multiplied with."""
+        return self._qkv.numel() + self._gate_up.numel() + sum(weight.numel() for weight in self._w.values())
+
     def block_bytes(self, block_tokens: int) -> int:
         """Memory of its keys and values in one block."""
         return 2 * 2 * self.config.kv_heads * block_tokens * self.config.head_dim

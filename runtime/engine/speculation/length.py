@@ -4,7 +4,8 @@ Invariant: a pure function of what was accepted so far and of the batch; a step 
 choices. Must not know tokens, models or clocks.
 
 Of a sequence whose drafts are accepted with probability p each, the k-th draft token yields p^k tokens. A step of R
-rows takes StepCost(R). Rows are given out in order of their yield while tokens per time grow.
+rows takes StepCost(R), and drafting a pass of the drafter for each token of the longest draft. Rows are given out in
+order of their yield while tokens per time grow.
 """
 
 from __future__ import annotations
@@ -84,22 +85,26 @@ class Acceptance:
         return max(self.rate, PRIOR[0] / PRIOR[1]) if output_tokens >= self._probe_at else self.rate
 
 
-def draft_lengths(rates: Items[float], limits: Items[int], rows: int, cost: StepCost) -> list[int]:
+def draft_lengths(
+    rates: Items[float], limits: Items[int], rows: int, cost: StepCost, pass_cost: float = 0.0
+) -> list[int]:
     """Draft tokens for each sequence with the acceptance `rates`, at most `limits`, in a step that has `rows` rows
-    without them and yields a token for each."""
+    without them and yields a token for each. `pass_cost`: a pass of the drafter, in times of a step of one row."""
     yields = sorted(
-        (-(rate**place), number)
+        (-(rate**place), place, number)
         for number, (rate, limit) in enumerate(zip(rates, limits, strict=True))
         for place in range(1, min(limit, cost.most_rows) + 1)
     )
     base = len(rates)
     best, chosen, expected = base / cost(rows) if rows <= cost.most_rows else math.inf, 0, float(base)
-    for added, (negative, _) in enumerate(yields[: max(0, cost.most_rows - rows)], 1):
+    passes = 0
+    for added, (negative, place, _) in enumerate(yields[: max(0, cost.most_rows - rows)], 1):
         expected -= negative
-        speed = expected / (cost(rows + added) * cost.drafting)
+        passes = max(passes, place)
+        speed = expected / (cost(rows + added) * cost.drafting + passes * pass_cost)
         if speed > best:
             best, chosen = speed, added
     lengths = [0] * base
-    for _, number in yields[:chosen]:
+    for _, _, number in yields[:chosen]:
         lengths[number] += 1
     return lengths

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
     from gptoss_trt.runtime.model import GptOssModel
 
 
+LEAST_PASS = 0.05  # times of a step of one row that any pass takes: launches and copies, however small the drafter
+
+
 class TappedHead(NamedTuple):
     """An EAGLE-3 head and the tap in its target."""
 
@@ -84,11 +87,11 @@ def split_memory(kv_bytes: int, target: CacheShape, draft: CacheShape | None) ->
 
 
 def make_speculation(
-    options: EngineOptions, device: str, draft: Model | TappedHead | None, shape: CacheShape | None, *,
-    kv_bytes: int, full_blocks: int,
+    options: EngineOptions, device: str, target: ModelConfig, draft: Model | TappedHead | None,
+    shape: CacheShape | None, *, kv_bytes: int, full_blocks: int,
 ) -> Speculation:  # fmt: skip
-    """The speculation of resolved `options`. Allocates the KV cache of a draft model of `shape` for `kv_bytes`, or that
-    of a head for the target's `full_blocks`.
+    """The speculation of resolved `options` for a model of `target`. Allocates the KV cache of a draft model of `shape`
+    for `kv_bytes`, or that of a head for the target's `full_blocks`.
 
     Raises EngineLoadError when that is too little.
     """
@@ -96,14 +99,24 @@ def make_speculation(
     if isinstance(draft, TappedHead):
         draft.head.allocate_kv(full_blocks, options.block_tokens)
         eagle = EagleDrafter(draft.head, draft.tap, options.block_tokens)
-        return Speculation(Speculator(eagle, most, cost), eagle.seen)
+        share = max(LEAST_PASS, draft.head.weights / active_weights(target))
+        return Speculation(Speculator(eagle, most, cost, share), eagle.seen)
     if draft is not None and shape is not None:
-        return Speculation(Speculator(_model_drafter(options, device, draft, shape, kv_bytes), most, cost))
+        share = max(LEAST_PASS, active_weights(draft.config) / active_weights(target))
+        drafter = _model_drafter(options, device, draft, shape, kv_bytes)
+        return Speculation(Speculator(drafter, most, cost, share))
     if options.speculation == "ngram":
         return Speculation(Speculator(NgramDrafter(), most, cost))
     if options.speculation != "none":
         raise EngineLoadError(f"speculation is {options.speculation!r}, and nothing was loaded for it")
     return Speculation()
+
+
+def active_weights(config: ModelConfig) -> int:
+    """Weights that one token is multiplied with: what a step of one row reads."""
+    heads = (2 * config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    experts = 3 * config.experts_per_token * config.intermediate_size
+    return config.hidden_size * (config.num_layers * (heads + experts) + config.vocab_size)
 
 
 def _model_drafter(options: EngineOptions, device: str, draft: Model, shape: CacheShape, kv_bytes: int) -> ModelDrafter:

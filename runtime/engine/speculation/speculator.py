@@ -25,14 +25,16 @@ CPU_COST = StepCost(((1, 1.0), (8, 1.3), (16, 2.1), (32, 3.8), (64, 6.5)))
 
 
 class Speculator:
-    """Asks `drafter` for at most `most` tokens a sequence and step; `cost` says what verifying them takes."""
+    """Asks `drafter` for at most `most` tokens a sequence and step; `cost` says what verifying them takes, `pass_cost`
+    what drafting one does (of all sequences together, in times of a step of one row)."""
 
-    def __init__(self, drafter: Drafter, most: int, cost: StepCost) -> None:
+    def __init__(self, drafter: Drafter, most: int, cost: StepCost, pass_cost: float = 0.0) -> None:
         if most < 1:
             raise ValueError(f"most is {most}; a draft has at least 1 token")
         self._drafter = drafter
         self._most = most
         self._cost = cost
+        self.pass_cost = pass_cost
         self._acceptance: WeakKeyDictionary[Sequence, Acceptance] = WeakKeyDictionary()
 
     def wants(self, sequences: Items[Sequence], room: int) -> bool:
@@ -95,7 +97,7 @@ class Speculator:
             for sequence, each, place in zip(sequences, known, places, strict=True)
         ]
         rates = [each.hope(place) for each, place in zip(known, places, strict=True)]
-        return draft_lengths(rates, limits, rows, self._cost)
+        return draft_lengths(rates, limits, rows, self._cost, self.pass_cost)
 
     def _known(self, sequence: Sequence) -> Acceptance:
         return self._acceptance.setdefault(sequence, Acceptance())

@@ -114,6 +114,13 @@ def test_lengths_are_the_best_of_all_choices(cost: StepCost) -> None:
         assert speed((chosen[0], chosen[1])) == pytest.approx(max(map(speed, choices)))
 
 
+def test_passes_of_a_drafter_are_counted() -> None:
+    assert draft_lengths([0.9], [8], 1, FREE, 0.1)[0] > draft_lengths([0.9], [8], 1, FREE, 0.4)[0] > 0
+    assert draft_lengths([0.9], [8], 1, FREE, 1.0) == [0]
+    # A pass drafts for all sequences, so a bad one may ride on a good one's.
+    assert draft_lengths([0.4], [1], 1, FREE, 0.5) == [0] and draft_lengths([0.4, 0.9], [1, 1], 2, FREE, 0.5) == [1, 1]
+
+
 def test_large_batches_and_bad_drafts_get_none() -> None:
     assert draft_lengths([0.9], [8], 1, FREE) == [8]
     assert draft_lengths([0.9], [8], 1, DEAR) == [0]

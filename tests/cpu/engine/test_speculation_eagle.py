@@ -231,7 +231,7 @@ def test_chains_are_those_of_the_plain_form(engine_dir: Path, tmp_path: Path, be
     core = load(engine_dir, write_head(tmp_path / "head", norm_before_residual=before))
     speculator = inner(core)._scheduler._speculator
     assert speculator is not None
-    speculator._cost = FREE
+    speculator._cost, speculator.pass_cost = FREE, 0.0
     recorder = Recorder(speculator._drafter)
     speculator._drafter = recorder
     answers(core)
@@ -257,7 +257,9 @@ def test_chains_are_those_of_the_plain_form(engine_dir: Path, tmp_path: Path, be
 
 def test_tokens_are_those_without_a_head(engine_dir: Path, tmp_path: Path) -> None:
     core = load(engine_dir, write_head(tmp_path / "head"))
-    inner(core)._scheduler._speculator._cost = FREE  # type: ignore[union-attr]
+    speculator = inner(core)._scheduler._speculator
+    assert speculator is not None
+    speculator._cost, speculator.pass_cost = FREE, 0.0
     usual, got = answers(load(engine_dir, None)), answers(core)
     assert core.stats()["counters"]["draft_tokens"] > 100
     assert got.keys() == usual.keys()
