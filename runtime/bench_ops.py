@@ -26,7 +26,7 @@ from gptoss_trt.runtime.bench_engine import read_counts, write_line
 
 DECODE_OPS = (
     "embedding", "rmsnorm_quant", "dense", "kv_slots", "rope_kv_append", "attention_decode", "moe_route",
-    "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine_norm", "sample",
+    "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine_norm", "sample", "feed",
 )  # fmt: skip
 PREFILL_OPS = tuple("attention_prefill" if op == "attention_decode" else op for op in DECODE_OPS)
 CALLS = 16  # in one graph

@@ -234,6 +234,17 @@ def _experts(op: str, values: Values, shape: tuple[int, int, int]) -> None:
         raise ArgumentError(f"{op}: weight is {weight.dtype}, not float8_e4m3fn or (MXFP4) uint8")
 
 
+def _sample(op: str, _values: Values, sizes: Sizes) -> None:
+    if sizes["R"] > sizes["C"]:
+        raise ArgumentError(f"{op}: {sizes['R']} rows of logits; tokens has room for {sizes['C']}")
+
+
+def _feed(op: str, values: Values, sizes: Sizes) -> None:
+    first, rows, words = values["source_at"], sizes["R"], sizes["N"]
+    if first < rows or first + rows > words:
+        raise ArgumentError(f"{op}: source lies at {first} to {first + rows} of {words} words, behind {rows} tokens")
+
+
 _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "rmsnorm_quant": _both_or_neither,
     "moe_combine_norm": _both_or_neither,
@@ -248,4 +259,6 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "rmsnorm_route": _route,
     "moe_gate_up": _gate_up,
     "moe_down": _down,
+    "sample": _sample,
+    "feed": _feed,
 }

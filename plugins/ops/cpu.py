@@ -162,9 +162,17 @@ def attention_decode(
     out.copy_(attention_reference.attention_decode(q, kv, context_lens, sinks, window=window, scale=scale))
 
 
-def sample(logits: Tensor, temperature: Tensor, share: Tensor, tokens: Tensor, fed: Tensor) -> None:
-    tokens.copy_(sample_reference.sample(logits, temperature, share))
-    torch.clamp(tokens, min=0, out=fed)
+def sample(
+    logits: Tensor, temperature: Tensor, share: Tensor, turn: Tensor | None, tokens: Tensor, fed: Tensor
+) -> None:
+    drawn = sample_reference.sample(logits, temperature, share)
+    tokens[0 if turn is None else int(turn), : len(drawn)] = drawn
+    torch.clamp(drawn, min=0, out=fed)
+
+
+def feed(host: Tensor, drawn: Tensor, source_at: int, memory: Tensor, token_ids: Tensor) -> None:
+    memory.copy_(host)
+    token_ids.copy_(sample_reference.feed(host[: len(token_ids)], host[source_at :][: len(token_ids)], drawn))
 
 
 def moe_route(

@@ -38,6 +38,7 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("moe_combine", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine",
     ("moe_combine_norm", "triton"): f"{_KERNELS}.rmsnorm_quant:moe_combine_norm",
     ("sample", "triton"): f"{_KERNELS}.sample:sample",
+    ("feed", "triton"): f"{_KERNELS}.feed:feed",
     ("attention_prefill", "cuda"): "gptoss_trt.ops.attention:attention_prefill",
     ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
     ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",

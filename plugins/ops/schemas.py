@@ -142,13 +142,23 @@ _TABLE = (
         (padding) get zeros.""",
     ),
     OpSchema(
-        "sample",
-        "Tensor logits, Tensor temperature, Tensor share, Tensor(a!) tokens, Tensor(b!) fed",
-        """tokens[r] = the best column of logits[r] (the lowest of equals) where temperature[r] is 0, else the first whose
-        cumulated softmax(logits[r] / temperature[r]) passes share[r], in the order of columns; -1 where a row holds NaN
-        or its maximum is infinite. fed = max(tokens, 0): ids that exist, for the next step to read.
+        "feed",
+        "Tensor host, Tensor drawn, int source_at, Tensor(a!) memory, Tensor(b!) token_ids",
+        """The inputs of a decode step of R rows: memory = host; token_ids[r] = drawn[source[r]], or host[r] where
+        source[r] is negative, with source = host[source_at : source_at + R].
 
-        logits fp32 [R, V], not changed; temperature, share fp32 [R], share in [0, 1); tokens, fed int32 [R]. TOKENS:
+        host, memory int32 [N]; on a GPU host lies in pinned memory, which the kernel reads itself; drawn int32 [C], of
+        the step before; token_ids int32 [R]. EXACT.""",
+    ),
+    OpSchema(
+        "sample",
+        "Tensor logits, Tensor temperature, Tensor share, Tensor? turn, Tensor(a!) tokens, Tensor(b!) fed",
+        """tokens[turn, r] = the best column of logits[r] (the lowest of equals) where temperature[r] is 0, else the
+        first whose cumulated softmax(logits[r] / temperature[r]) passes share[r], in the order of columns; -1 where a
+        row holds NaN or its maximum is infinite. fed = max(tokens, 0): ids that exist, for the next step to read.
+
+        logits fp32 [R, V], not changed; temperature, share fp32 [R], share in [0, 1); turn int32 [1] or None (0);
+        tokens int32 [turns, C], C >= R, on a GPU in its memory or in pinned memory of the host; fed int32 [R]. TOKENS:
         sums may differ by rounding, so a share within rounding of a column's edge may take its neighbour.""",
     ),
     OpSchema(

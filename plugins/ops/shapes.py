@@ -159,8 +159,15 @@ TENSORS: dict[str, tuple[TensorShape, ...]] = {
         TensorShape("logits", "R V", F32),
         TensorShape("temperature", "R", F32),
         TensorShape("share", "R", F32),
-        TensorShape("tokens", "R", _I32),
+        TensorShape("turn", "1", _I32),
+        TensorShape("tokens", "turns C", _I32),
         TensorShape("fed", "R", _I32),
+    ),
+    "feed": (
+        TensorShape("host", "N", _I32),
+        TensorShape("drawn", "C", _I32),
+        TensorShape("memory", "N", _I32),
+        TensorShape("token_ids", "R", _I32),
     ),
     "moe_combine_norm": (
         TensorShape("rows", "T k H", _WIDE),

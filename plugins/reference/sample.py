@@ -1,4 +1,4 @@
-"""One token from each row of logits, greedy or by temperature.
+"""One token from each row of logits, greedy or by temperature, and how the next step takes it.
 
 Shapes alone decide which operations run, and a row's token depends on its own logits, temperature and share only.
 """
@@ -24,6 +24,11 @@ def sample(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor)
     drawn = columns(weights, share[:, None])[:, 0]
     tokens = torch.where(greedy, best.indices, drawn)
     return tokens.masked_fill(~torch.isfinite(best.values), NOT_FINITE).to(torch.int32)
+
+
+def feed(given: torch.Tensor, source: torch.Tensor, drawn: torch.Tensor) -> torch.Tensor:
+    """int32 [R]: drawn[source] where that is an index, `given` where it is negative; all int32 [R], drawn [C]."""
+    return torch.where(source >= 0, drawn[source.clamp(min=0).long()], given)
 
 
 def columns(weights: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

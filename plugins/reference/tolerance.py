@@ -54,6 +54,7 @@ TOLERANCES: dict[str, Tolerance] = {
     "attention_decode": Row(2**-8),
     "moe_route": Exact(),  # away from ties: compare the indices where the fourth and fifth logit are 2 bf16 ulp apart
     "rmsnorm_route": Exact(),  # its indices, as moe_route's; what it shares with rmsnorm_quant, as that one
+    "feed": Exact(),
     "sample": Exact(),  # where greedy; a share within rounding of a column's edge may take its neighbour
     "moe_gate_up": Row(2**-12),  # before the next quantisation
     "moe_down": Row(2**-12),

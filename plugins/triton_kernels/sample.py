@@ -55,7 +55,7 @@ def _blocks_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _token_kernel(  # type: ignore[no-untyped-def]
-    logits, temperature, share, highs, places, sums, tokens, fed,
+    logits, temperature, share, turn, highs, places, sums, tokens, fed, C,
     V: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
@@ -89,12 +89,20 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     last = tl.max(tl.where(column_weight > 0, columns, -1), axis=0)
     drawn = tl.where(drawn < V, drawn, tl.where(last >= 0, last, best))
     token = tl.where(finite, tl.where(heat == 0, best, drawn), NOT_FINITE)
-    tl.store(tokens + row, token)
+    out = row
+    if turn is not None:
+        out += tl.load(turn) * C
+    tl.store(tokens + out, token)
     tl.store(fed + row, tl.maximum(token, 0))
 
 
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor, tokens: torch.Tensor, fed: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    share: torch.Tensor,
+    turn: torch.Tensor | None,
+    tokens: torch.Tensor,
+    fed: torch.Tensor,
 ) -> None:
     """The op of that name; see ops/schemas.py."""
     rows, vocabulary = logits.shape
@@ -109,6 +117,6 @@ def sample(
     )
     padded = max(LEAST_BLOCKS, triton.next_power_of_2(blocks))
     _token_kernel[(rows,)](
-        logits, temperature, share, highs, places, sums, tokens, fed,
+        logits, temperature, share, turn, highs, places, sums, tokens, fed, tokens.shape[1],
         V=vocabulary, BLOCKS=blocks, PADDED=padded, BLOCK=BLOCK, num_warps=4, **DEPENDENT,
     )  # fmt: skip

@@ -61,6 +61,7 @@ class Cases:
             "moe_gate_up": lambda: [self._experts(tokens, True)],
             "moe_down": lambda: [self._experts(tokens, False)],
             "moe_combine_norm": lambda: [self._combine(tokens)],
+            "feed": lambda: [self._feed(tokens, context)],
             "sample": lambda: [self._sample(tokens if decode else 1)],
         }
         return makers[op]()
@@ -86,8 +87,15 @@ class Cases:
     def _sample(self, rows: int) -> Case:
         logits = torch.randn((rows, self._config.vocab_size), device=self._device)
         temperature, share = torch.ones(rows, device=self._device), torch.rand(rows, device=self._device)
-        out = (self._ints(rows), self._ints(rows))
-        return Case("sample", "", lambda _: ops.sample(logits, temperature, share, *out), 1, 4 * logits.numel())
+        out = (self._ints(1, rows), self._ints(rows))
+        return Case("sample", "", lambda _: ops.sample(logits, temperature, share, None, *out), 1, 4 * logits.numel())
+
+    def _feed(self, rows: int, context: int) -> Case:
+        """The words of a step's shape: eight vectors and two tables."""
+        words = rows * (8 + 3 + -(-context // BLOCK_TOKENS)) + 256
+        host = torch.zeros(words, dtype=torch.int32, pin_memory=self._device.type == "cuda")
+        memory, drawn, ids = self._ints(words), self._ints(rows), self._ints(rows)
+        return Case("feed", "", lambda _: ops.feed(host, drawn, rows, memory, ids), 1, 8 * words)
 
     def _rmsnorm(self, tokens: int) -> Case:
         hidden = self._config.hidden_size

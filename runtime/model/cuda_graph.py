@@ -59,7 +59,7 @@ def _one_each(starts: np.ndarray[Any, np.dtype[np.int32]]) -> bool:
 
 
 class Launched:
-    """Tokens of a step that runs, on their way to `host` (int32, pinned on a GPU); `event` lies behind them."""
+    """Tokens of a step that runs, which it leaves in `host` (int32, pinned on a GPU); `event` lies behind it."""
 
     def __init__(self, host: torch.Tensor, event: torch.cuda.Event | None) -> None:
         self._host = host
@@ -72,22 +72,6 @@ class Launched:
             self._event.synchronize()
         tokens: list[int] = self._host.numpy().tolist()
         return tokens
-
-
-@dataclass
-class _Landing:
-    """Where the tokens of every other step arrive, and the event behind the last use of this and its host buffers."""
-
-    host: torch.Tensor
-    event: torch.cuda.Event | None
-
-    def await_free(self) -> None:
-        if self.event is not None:
-            self.event.synchronize()
-
-    def mark(self) -> None:
-        if self.event is not None:
-            self.event.record()
 
 
 @dataclass
@@ -115,7 +99,7 @@ class DecodeGraphs:
         self._device = device
         self._on_gpu = device.type == "cuda"
         self._buffers = StepBuffers(MAX_ROWS, padded_width(full_width), window_width, device)
-        self._landings = [self._landing() for _ in range(HOST_SETS)]
+        self._events = [self._event() for _ in range(HOST_SETS)]  # behind the last step that used each host memory
         self._turn = 0
         self._graphs: dict[tuple[bool, int, int], _Graph] = {}
         self._last: _Graph | None = None
@@ -129,17 +113,19 @@ class DecodeGraphs:
     @torch.inference_mode()
     def launch(self, batch: StepBatch, draws: Draws) -> Launched:
         """Starts a decode step whose batch lies in host memory; it ends with the next token of each sequence."""
-        graph = self._run(True, batch, draws)
-        return self._land(graph.output[: len(batch.context_lens)])
+        self._run(True, batch, draws)
+        return self._launched(len(batch.context_lens))
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, draws: Draws) -> Launched:
         """Ends a step that ran without a graph: draws from its logits, fp32 [R, vocabulary] on the device."""
-        self._next_landing()
-        if not len(logits):
-            return self._land(self._buffers.drawn[:0])
-        temperature, share = (self.to_device(torch.from_numpy(part)) for part in (draws.temperature, draws.share))
-        return self._land(self._draw(logits, temperature, share))
+        self._next_turn()
+        rows = len(logits)
+        if rows:
+            temperature, share = (self.to_device(torch.from_numpy(part)) for part in (draws.temperature, draws.share))
+            landing = self._buffers.landing[self._turn : self._turn + 1]
+            ops.sample(logits, temperature, share, None, landing, self._buffers.drawn[:rows])
+        return self._launched(rows)
 
     @torch.inference_mode()
     def feed(self, token_ids: torch.Tensor, source: np.ndarray[Any, np.dtype[np.int32]]) -> None:
@@ -163,7 +149,7 @@ class DecodeGraphs:
         """Logits fp32 [R, vocabulary] of a decode batch in host memory; the next call overwrites them."""
         rows = len(batch.context_lens)
         graph = self._run(False, batch, Draws.greedy(rows))
-        self._landings[self._turn].mark()
+        self._launched(0)
         return graph.output[:rows]
 
     @torch.inference_mode()
@@ -174,10 +160,10 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run_again(self) -> torch.Tensor:
         """The last step once more, eagerly, with the inputs that still are in its buffers: tokens int32 [padded R] or
-        logits [padded R, vocabulary], as that step gave when its tokens came from the host. For measuring and
-        comparing."""
+        logits [padded R, vocabulary], as that step gave. For measuring and comparing."""
         graph = self._last_graph()
-        return self._step(graph.draws, graph.shape)
+        output = self._step(graph.draws, graph.shape)
+        return output[int(graph.shape.turn)].clone() if graph.draws else output  # reading it waits for the step
 
     @property
     def last_work(self) -> torch.cuda.CUDAGraph | None:
@@ -192,7 +178,7 @@ class DecodeGraphs:
     def _run(self, ends_with_tokens: bool, batch: StepBatch, draws: Draws) -> _Graph:
         rows, width = padded_rows(len(batch.context_lens)), padded_width(batch.full_blocks.shape[1])
         graph = self._graph(ends_with_tokens, rows, width)
-        self._next_landing()
+        self._next_turn()
         graph.shape.fill(batch, draws, self._turn)
         if graph.work is None:
             graph.output = self._step(ends_with_tokens, graph.shape)
@@ -211,23 +197,19 @@ class DecodeGraphs:
         return self._graphs[key]
 
     def _step(self, draws: bool, shape: StepShape) -> torch.Tensor:
-        shape.feed()
         logits = self._forward(shape.batch)
         if draws:
-            return self._draw(logits, shape.temperature, shape.share)
+            buffers, rows = self._buffers, shape.rows
+            ops.sample(logits, shape.temperature, shape.share, shape.turn, buffers.landing, buffers.drawn[:rows])
+            return buffers.landing[:, :rows]
         assert self._logits is not None
         return self._logits[: shape.rows].copy_(logits)
-
-    def _draw(self, logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-        tokens = torch.empty(len(logits), dtype=torch.int32, device=self._device)
-        ops.sample(logits, temperature, share, tokens, self._buffers.drawn[: len(logits)])
-        return tokens
 
     def _capture(self, draws: bool, shape: StepShape) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
         if self._stream is None:
             return None, torch.empty(0)
         torch.cuda.current_stream(self._device).synchronize()  # a step under way reads the buffers
-        drawn = self._buffers.drawn.clone()
+        drawn, landing = self._buffers.drawn.clone(), self._buffers.landing.clone()
         shape.clear()
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -238,23 +220,26 @@ class DecodeGraphs:
             output = self._step(draws, shape)
         self._pool = graph.pool()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
+        torch.cuda.current_stream(self._device).synchronize()
         self._buffers.drawn.copy_(drawn)  # a step may follow that takes its tokens there
+        self._buffers.landing.copy_(landing)  # and some may not have been taken by the host
         return graph, output
 
-    # -- what goes to the host ----------------------------------------------------------------------------------------
+    # -- what the host shares with the device --------------------------------------------------------------------------
 
-    def _landing(self) -> _Landing:
-        event = torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
-        return _Landing(torch.empty(MAX_ROWS, dtype=torch.int32, pin_memory=self._on_gpu), event)
+    def _event(self) -> torch.cuda.Event | None:
+        return torch.cuda.Event() if self._on_gpu else None  # type: ignore[no-untyped-call]
 
-    def _next_landing(self) -> None:
-        """Takes the other set of host buffers, once the step before the last has left it."""
+    def _next_turn(self) -> None:
+        """Takes the other set of host memory, once the step before the last has left it."""
         self._turn = (self._turn + 1) % HOST_SETS
-        self._landings[self._turn].await_free()
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
 
-    def _land(self, tokens: torch.Tensor) -> Launched:
-        landing = self._landings[self._turn]
-        host = landing.host[: len(tokens)]
-        host.copy_(tokens, non_blocking=True)
-        landing.mark()
-        return Launched(host, landing.event)
+    def _launched(self, rows: int) -> Launched:
+        """The step whose work was just handed to the device, with the tokens that it leaves for `rows` rows."""
+        event = self._events[self._turn]
+        if event is not None:
+            event.record()
+        return Launched(self._buffers.landing[self._turn, :rows], event)

@@ -1,9 +1,9 @@
 """What decode steps read: one block of device memory for every shape of step, filled from the host by one copy.
 
 Invariant: the tensors of a shape never move, so a captured graph may read them; rows behind the real ones are padding
-as ops/schemas.py says (no block, context 0, not counted). The tokens that the last step drew lie in front of those that
-come from the host, and each row says by an index which of both it takes. There are two blocks of host memory, so that
-a step's inputs may be written while those of the step before are still on their way. Must not know how a step runs.
+as ops/schemas.py says (no block, context 0, not counted). There are two blocks of host memory, so that a step's inputs
+may be written while the step before still reads its own, and two rows of `landing`, where steps that end with tokens
+leave them in turn; `turn` says which. Must not know how a step runs.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from gptoss_trt.ops import ops
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import Draws
 
@@ -28,13 +29,14 @@ class StepBuffers:
         self.rows = rows
         self.full_width = full_width
         self.window_width = window_width
-        total = rows + sum(_aligned(size) for size in _sizes(rows, full_width, window_width).values())
+        total = sum(_aligned(size) for size in _sizes(rows, full_width, window_width).values())
         self.memory = torch.zeros(total, dtype=torch.int32, device=device)
-        self.drawn = self.memory[:rows]  # of the step before, never negative
+        self.drawn = torch.zeros(rows, dtype=torch.int32, device=device)  # by the step before, never negative
         self.fed = torch.zeros(rows, dtype=torch.int32, device=device)
         self.order = torch.arange(rows, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.host = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_SETS)]
+        self.landing = torch.zeros((HOST_SETS, rows), dtype=torch.int32, pin_memory=pinned)
 
     def shape(self, rows: int, full_width: int) -> StepShape:
         """The views of steps of `rows` sequences whose full tables have `full_width` blocks.
@@ -57,22 +59,20 @@ class StepShape:
         self._buffers = buffers
         sizes = _sizes(rows, full_width, buffers.window_width)
         places: dict[str, slice] = {}
-        end = buffers.rows
+        end = 0
         for name, size in sizes.items():
             places[name] = slice(end, end + size)
             end += _aligned(size)
-        used = slice(buffers.rows, end)
         tables = {"full_blocks": (rows, full_width), "window_blocks": (rows, buffers.window_width)}
         there = {name: buffers.memory[place].view(tables.get(name, (-1,))) for name, place in places.items()}
         self.temperature, self.share = (there[name].view(torch.float32) for name in _FLOATS)
-        self._copies = [(buffers.memory[used], host[used]) for host in buffers.host]
+        self.turn = there["turn"]
+        self._memory, self._blocks = buffers.memory[:end], [host[:end] for host in buffers.host]
         self._host = [
             {name: _numpy(host[place], name, tables.get(name)) for name, place in places.items()}
             for host in buffers.host
         ]
-        self._choices = buffers.memory[: places["token_ids"].stop]
-        self._source = there["source"]
-        self._own = np.arange(buffers.rows, buffers.rows + rows, dtype=np.int32)
+        self._source_at = places["source"].start
         self._starts = np.arange(rows + 1, dtype=np.int32)
         self.batch = StepBatch(
             token_ids=buffers.fed[:rows],
@@ -93,18 +93,19 @@ class StepShape:
         self.fill(none, Draws.greedy(0), 0)
 
     def fill(self, batch: StepBatch, draws: Draws, chosen: int) -> None:
-        """Copies a decode batch in host memory, at most `rows` sequences of one token each, into host block `chosen`
-        and starts its way to the device. The copy before from this block must have arrived."""
+        """Copies a decode batch in host memory, at most `rows` sequences of one token each, into host block `chosen`,
+        starts its way to the device and takes the tokens there that the step before draws. The step that read this
+        block last must have ended."""
         real = len(batch.context_lens)
         fields = self._host[chosen]
         for name in ("token_ids", "positions", "context_lens", "window_first_block"):
             _fill(fields[name], getattr(batch, name).numpy(), real)
         _fill(fields["temperature"], draws.temperature, real)
         _fill(fields["share"], draws.share, real)
-        source = fields["source"]
-        source[:] = self._own
+        fields["source"][:] = -1
         if draws.source is not None:
-            np.copyto(source[:real], draws.source, where=draws.source >= 0)
+            fields["source"][:real] = draws.source
+        fields["turn"][:] = chosen
         np.minimum(self._starts, real, out=fields["query_start"])
         for name in ("full_blocks", "window_blocks"):
             table, field = getattr(batch, name).numpy(), fields[name]
@@ -114,17 +115,17 @@ class StepShape:
                 field[:real, width:] = -1
             if real < self.rows:
                 field[real:] = -1
-        there, here = self._copies[chosen]
-        there.copy_(here, non_blocking=True)
-
-    def feed(self) -> None:
-        """On the device: the tokens of batch.token_ids, each from the step before or from the host."""
-        torch.index_select(self._choices, 0, self._source, out=self.batch.token_ids)
+        ops.feed(self._blocks[chosen], self._buffers.drawn, self._source_at, self._memory, self.batch.token_ids)
 
 
 def _sizes(rows: int, full_width: int, window_width: int) -> dict[str, int]:
     vectors = dict.fromkeys(_VECTORS, rows)
-    return vectors | {"query_start": rows + 1, "window_blocks": rows * window_width, "full_blocks": rows * full_width}
+    return vectors | {
+        "turn": 1,
+        "query_start": rows + 1,
+        "window_blocks": rows * window_width,
+        "full_blocks": rows * full_width,
+    }
 
 
 def _aligned(size: int) -> int:

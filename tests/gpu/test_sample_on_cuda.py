@@ -11,10 +11,14 @@ VOCABULARY = 201_088
 
 
 def sampled(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor, device: str) -> torch.Tensor:
-    tokens, fed = (torch.full((len(logits),), 77, dtype=torch.int32, device=device) for _ in range(2))
-    torch.ops.gptoss_trt.sample(logits.to(device), temperature.to(device), share.to(device), tokens, fed)
-    assert torch.equal(fed, tokens.clamp(min=0))
-    return tokens.cpu()
+    rows = len(logits)
+    tokens = torch.full((2, rows), 77, dtype=torch.int32, pin_memory=device == "cuda")
+    fed = torch.full((rows,), 77, dtype=torch.int32, device=device)
+    turn = torch.ones(1, dtype=torch.int32, device=device)
+    torch.ops.gptoss_trt.sample(logits.to(device), temperature.to(device), share.to(device), turn, tokens, fed)
+    torch.cuda.synchronize()
+    assert torch.equal(fed.cpu(), tokens[1].clamp(min=0)) and bool((tokens[0] == 77).all())
+    return tokens[1].clone()
 
 
 @pytest.mark.parametrize("rows", [1, 3, 128])
@@ -34,6 +38,20 @@ def test_tokens_are_the_cpu_s_but_for_rounding(rows: int) -> None:
         token = int(got[row])
         before = float(running[token - 1]) if token else 0.0
         assert before - 1e-5 <= float(share[row]) <= float(running[token]) + 1e-5
+
+
+@pytest.mark.parametrize(("rows", "words"), [(1, 320), (128, 6400), (256, 300_000)])
+def test_inputs_come_from_pinned_memory(rows: int, words: int) -> None:
+    at = 256
+    memory, ids = (torch.zeros(size, dtype=torch.int32, device="cuda") for size in (words, rows))
+    for _ in range(20):
+        host = torch.randint(0, 1000, (words,), dtype=torch.int32).pin_memory()
+        host[at : at + rows] = torch.randint(-1, 256, (rows,), dtype=torch.int32)[: words - at]
+        drawn = torch.randint(2000, 3000, (256,), dtype=torch.int32, device="cuda")
+        torch.ops.gptoss_trt.feed(host, drawn, at, memory, ids)
+        source = host[at : at + rows]
+        want = torch.where(source >= 0, drawn.cpu()[source.clamp(min=0).long()], host[:rows])
+        assert torch.equal(memory.cpu(), host) and torch.equal(ids.cpu(), want)
 
 
 def test_draws_repeat_and_do_not_depend_on_company() -> None:

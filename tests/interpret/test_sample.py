@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
+from gptoss_trt.triton_kernels import feed as triton_feed
 from gptoss_trt.triton_kernels import sample as triton_sample
 
 pytestmark = pytest.mark.interpret
@@ -16,10 +17,14 @@ def sampled(logits: torch.Tensor, temperature: torch.Tensor, share: torch.Tensor
     """Tokens of the kernels and of the CPU; what is fed must follow from them."""
     results = []
     for function in (triton_sample.sample, torch.ops.gptoss_trt.sample):
-        tokens, fed = (torch.full((len(logits),), 77, dtype=torch.int32) for _ in range(2))
-        function(logits, temperature, share, tokens, fed)
-        assert torch.equal(fed, tokens.clamp(min=0))
-        results.append(tokens)
+        rows = len(logits)
+        tokens, fed = torch.full((2, rows + 3), 77, dtype=torch.int32), torch.full((rows,), 77, dtype=torch.int32)
+        function(logits, temperature, share, torch.tensor([1], dtype=torch.int32), tokens, fed)
+        assert torch.equal(fed, tokens[1, :rows].clamp(min=0))
+        assert bool((tokens[0] == 77).all()) and bool((tokens[1, rows:] == 77).all())
+        function(logits, temperature, share, None, tokens, fed)
+        assert torch.equal(tokens[0], tokens[1])
+        results.append(tokens[1, :rows])
     return results[0], results[1]
 
 
@@ -77,6 +82,22 @@ def test_columns_of_no_weight_are_never_drawn() -> None:
     got, _ = sampled(logits, torch.ones(64), share)
     assert bool(torch.isfinite(logits.gather(1, got.long()[:, None])).all())
     assert int(got[0]) == 1500 and int(got.diff().min()) >= 0
+
+
+@pytest.mark.parametrize(("rows", "words"), [(1, 96), (5, 64), (300, 5000)])
+def test_tokens_are_fed_from_the_host_or_from_the_step_before(rows: int, words: int) -> None:
+    at = -(-rows // 32) * 32
+    host = torch.randint(0, 1000, (words,), dtype=torch.int32)
+    host[at : at + rows] = torch.randint(-1, 256, (rows,), dtype=torch.int32)
+    drawn = torch.randint(2000, 3000, (256,), dtype=torch.int32)
+    results = []
+    for function in (triton_feed.feed, torch.ops.gptoss_trt.feed):
+        memory, ids = torch.zeros(words, dtype=torch.int32), torch.zeros(rows, dtype=torch.int32)
+        function(host, drawn, at, memory, ids)
+        assert torch.equal(memory, host)
+        results.append(ids.tolist())
+    want = [int(drawn[s]) if s >= 0 else int(host[r]) for r, s in enumerate(host[at : at + rows].tolist())]
+    assert results == [want, want]
 
 
 def test_no_rows() -> None:

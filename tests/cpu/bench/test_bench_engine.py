@@ -96,6 +96,6 @@ def test_every_op_has_a_case(tmp_path: Path) -> None:
     assert found == {
         "embedding", "rmsnorm_quant", "dense", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
         "moe_route", "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine_norm",
-        "sample",
+        "sample", "feed",
     }  # fmt: skip
     assert all(values["us"] > 0 and values["implementation"] == "cpu" for values in records(result))  # type: ignore[operator]

@@ -53,7 +53,7 @@ cases = Cases(model_config("tiny"), Formats(), torch.device("cpu"), 0)
 tokens = int(sys.argv[1])
 ops = ("dense",) if tokens == 1 else ()  # above, cuBLAS's
 for op in (*ops, "embedding", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_decode", "attention_prefill",
-           "moe_route", "rmsnorm_route", "moe_combine_norm", "sample"):
+           "moe_route", "rmsnorm_route", "moe_combine_norm", "sample", "feed"):
     for case in cases.make(op, tokens, 600, True):
         case.call(0)
 print(*sorted(set(compiled)))
@@ -79,6 +79,7 @@ def test_kernels_compile_for_hopper(tokens: int) -> None:
         "_product_kernel",
         "_blocks_kernel",
         "_token_kernel",
+        "_feed_kernel",
     } <= set(names)
     few = tokens == 1
     assert ("_small_kernel" in names) == ("_norm_router_kernel" in names) == few and ("_rows_kernel" in names) != few
