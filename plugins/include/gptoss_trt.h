@@ -167,8 +167,8 @@ typedef struct gptoss_trt_attention_args {
   uint32_t size;        /* sizeof(gptoss_trt_attention_args) */
   uint32_t flags;       /* GPTOSS_TRT_ATTENTION_* bits */
   int32_t plan;         /* 0 = chosen from the shape. Decode: 1, 2, 3 = two, four, eight warps a
-                           block. Prefill, warpgroups x keys: 1 = 3 x 128, 2 = 2 x 128, 3 = 3 x 64,
-                           4 = 4 x 64 */
+                           block. Prefill: 1, 2 = blocks of 24 or 16 queries and 128 keys, 3 =
+                           windows of up to 178 */
   int32_t parts;        /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
                            tokens, kv_heads and table_width. Results are equal bit for bit for
                            equal cuts only. */
@@ -211,7 +211,7 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_at
 
 /* Ragged chunks: tokens [query_start[s], query_start[s + 1]) are the last of sequence s's context.
  * Rows behind query_start[S] get zeros. Fails with INVALID_ARGUMENT, UNSUPPORTED (block_tokens that
- * is not 64, a card that is not sm_90) or CUDA_ERROR. */
+ * is not 64, a plan that does not take this window, a card that is not sm_90) or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_prefill(const gptoss_trt_attention_args* args,
                                                               gptoss_trt_stream stream);
 

@@ -16,7 +16,7 @@ from gptoss_trt.ops import attention, library
 OPS = torch.ops.gptoss_trt
 D, GROUP, BLOCK_TOKENS = 64, 8, 64
 TOLERANCE = 2**-6  # worst element of a row over the row's largest
-DECODE_PLANS, PREFILL_PLANS = (0, 1, 2, 3), (0, 1, 2, 3, 4)
+DECODE_PLANS = (0, 1, 2, 3)
 REPEATS = 200
 
 
@@ -106,7 +106,7 @@ def test_decode_in_every_plan_and_cut(window: int, kv_heads: int) -> None:
             assert torch.count_nonzero(got[-1]) == 0
 
 
-@pytest.mark.parametrize("block_tokens", [8, 16, 32])
+@pytest.mark.parametrize("block_tokens", [16, 32])
 def test_decode_with_smaller_blocks(block_tokens: int) -> None:
     case = Paged.make([300, 64, 5], [1, 1, 1], 0)
     each = BLOCK_TOKENS // block_tokens
@@ -117,7 +117,7 @@ def test_decode_with_smaller_blocks(block_tokens: int) -> None:
     table = (case.table[..., None] * each + torch.arange(each, dtype=torch.int32)).flatten(1)
     want = case.decode()
     case.k, case.v, case.table = (*(x.contiguous() for x in split), table.contiguous())
-    assert attention.takes_decode(case.q, case.k, 3) == (block_tokens >= 16)  # else Triton's kernel
+    assert attention.takes_decode(case.q, case.k, 3)
     assert worst(case.cuda().decode(options(0)), want) < TOLERANCE
 
 
@@ -136,7 +136,7 @@ def test_decode_with_smaller_blocks(block_tokens: int) -> None:
 def test_prefill_in_every_plan(contexts: list[int], fresh: list[int], window: int, kv_heads: int) -> None:
     case = Paged.make(contexts, fresh, window, kv_heads, padding=30)
     want, card = case.prefill(), case.cuda()
-    for plan in PREFILL_PLANS:
+    for plan in (0, 1, 2, 3) if window else (0, 1, 2):
         got = card.prefill(options(plan))
         assert worst(got, want) < TOLERANCE, plan
         assert torch.count_nonzero(got[-30:]) == 0
@@ -210,3 +210,13 @@ def test_few_tokens_of_each_sequence(window: int) -> None:
     got, want = ragged.cuda().prefill(options(0)), ragged.prefill()
     assert worst(got, want) < TOLERANCE
     assert torch.count_nonzero(got[-7:]) == 0
+
+
+@pytest.mark.parametrize("window", [0, 128])
+def test_an_fp8_cache_goes_to_triton(window: int) -> None:
+    case = Paged.make([300, 65], [1, 1], window)
+    case.k, case.v = case.k.to(torch.float8_e4m3fn), case.v.to(torch.float8_e4m3fn)
+    assert not attention.takes_decode(case.q, case.k, 2) and not attention.takes_prefill(case.q, case.k)
+    want, card = case.decode(), case.cuda()
+    assert worst(card.decode(options(0)), want) < 2 * TOLERANCE
+    assert worst(card.prefill(options(0)), want) < 2 * TOLERANCE

@@ -20,7 +20,7 @@ constexpr int kMaxQueries = 8;   // tokens of a sequence in a decode call
 constexpr int kLeastBlockTokens = 16;
 constexpr int kMostBlockTokens = 64;
 constexpr int kDecodePlans = 3;
-constexpr int kPrefillPlans = 12;
+constexpr int kPrefillPlans = 3;
 
 gptoss_trt_status check_sizes(const Args* args, int plans) {
   if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: args is null");
@@ -166,6 +166,13 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
     status = fail(GPTOSS_TRT_UNSUPPORTED, "attention_prefill: block_tokens is %" PRId32 ", not 64",
                   args.block_tokens);
   }
+  const PrefillKind kind = prefill_plan(args);
+  const bool too_wide = args.window == 0 || args.window > kMostWindow;
+  if (status == GPTOSS_TRT_OK && kind == PrefillKind::kWindow && too_wide) {
+    status = fail(GPTOSS_TRT_UNSUPPORTED,
+                  "attention_prefill: plan %" PRId32 " takes windows of 1 to %d, not %" PRId32,
+                  args.plan, kMostWindow, args.window);
+  }
   if (status == GPTOSS_TRT_OK) status = check_card();
   if (status != GPTOSS_TRT_OK) return status;
   PrefillParams p{};
@@ -183,7 +190,7 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
   p.blocks = args.blocks;
   p.window = args.window;
   const PrefillTensors tensors{args.q, args.k_cache, args.v_cache};
-  const cudaError_t error = launch_prefill(p, tensors, prefill_plan(args), options_of(args, stream));
+  const cudaError_t error = launch_prefill(p, tensors, kind, options_of(args, stream));
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
 }
 

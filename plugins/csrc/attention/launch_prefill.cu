@@ -39,12 +39,11 @@ cudaError_t encode_map(CUtensorMap* map, const void* base, int rank, int64_t row
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kConsumers, int kKeys, int kStages, int kTurns, bool kEarly, int kBlocks = 1,
-          bool kSums = false>
+template <int kConsumers, int kKeys, int kStages, PrefillStyle kStyle>
 cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
                    const LaunchOptions& options) {
-  using Shape = PrefillShape<kConsumers, kKeys, kStages, kBlocks>;
-  const auto kernel = attention_prefill_kernel<kConsumers, kKeys, kStages, kTurns, kEarly, kBlocks, kSums>;
+  using Shape = PrefillShape<kConsumers, kKeys, kStages, kStyle>;
+  const auto kernel = attention_prefill_kernel<Shape>;
   const int64_t rows = static_cast<int64_t>(params.blocks) * params.kv_heads * kPageKeys;
   CUtensorMap q_map, k_map, v_map;
   cudaError_t error = encode_map(&q_map, tensors.q, 3, static_cast<int64_t>(params.kv_heads) * kGroup,
@@ -74,30 +73,12 @@ cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
 cudaError_t launch_prefill(const PrefillParams& params, const PrefillTensors& tensors,
                            PrefillKind kind, const LaunchOptions& options) {
   switch (kind) {
-    case PrefillKind::kThree128:
-      return launch<3, 128, 3, 0, false>(params, tensors, options);
-    case PrefillKind::kTwo128:
-      return launch<2, 128, 3, 0, false>(params, tensors, options);
-    case PrefillKind::kThree64:
-      return launch<3, 64, 4, 0, false>(params, tensors, options);
-    case PrefillKind::kFour64:
-      return launch<4, 64, 4, 0, false>(params, tensors, options);
-    case PrefillKind::kThree128Turns:
-      return launch<3, 128, 3, 2, false>(params, tensors, options);
-    case PrefillKind::kTwo128Early:
-      return launch<2, 128, 3, 0, true>(params, tensors, options);
-    case PrefillKind::kTwo128EarlyTurns:
-      return launch<2, 128, 3, 2, true>(params, tensors, options);
-    case PrefillKind::kTwo128SumsTurns:
-      return launch<2, 128, 3, 2, true, 1, true>(params, tensors, options);
-    case PrefillKind::kFour64Turns:
-      return launch<4, 64, 4, 2, false>(params, tensors, options);
-    case PrefillKind::kTwo128Sums:
-      return launch<2, 128, 3, 0, true, 1, true>(params, tensors, options);
-    case PrefillKind::kThree128Deep:
-      return launch<3, 128, 5, 0, false>(params, tensors, options);
-    case PrefillKind::kTwo128Turns:
-      return launch<2, 128, 3, 2, false>(params, tensors, options);
+    case PrefillKind::kWide:
+      return launch<3, 128, 3, PrefillStyle::kWide>(params, tensors, options);
+    case PrefillKind::kSums:
+      return launch<2, 128, 3, PrefillStyle::kSums>(params, tensors, options);
+    case PrefillKind::kWindow:
+      return launch<2, 64, kWindowStages, PrefillStyle::kWindow>(params, tensors, options);
   }
   return cudaErrorInvalidValue;
 }

@@ -7,17 +7,46 @@
 namespace gptoss::attention {
 namespace {
 
-constexpr int kRoundBlocks = 256;      // of eight warps: one round on 132 multiprocessors, two each
+constexpr int kMultiprocessors = 132;  // of an H200; other cards get its cuts
+constexpr int kRoundBlocks = 256;      // of eight warps: two blocks a multiprocessor
 constexpr int kLeastPartKeys = 128;    // one tile for each of eight warps
-constexpr int kMostPartKeys = 8192;    // a block reads them in some 55 us: more, and others wait for it
-constexpr int kShortKeys = 2048;       // up to here blocks of four warps begin sooner than they lack bytes
-constexpr int kFewPairs = 256;         // windowed: up to here eight warps answer sooner
+constexpr int kMostPartKeys = 16384;   // a block reads them in 110 us: more, and others wait for it
+constexpr int kShortKeys = 2048;       // up to here adding parts costs more than it gains ...
+constexpr int kShortPairs = 64;        // ... from so many pairs on
+constexpr int kManyPairs = 512;        // of token and KV head: smaller blocks begin sooner
+constexpr int kMostPairs = 1024;
+constexpr double kEvenEnough = 0.9;
 constexpr int kAlignment = 256;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
-int warps_of(const gptoss_trt_attention_args& args, int chosen) {
-  return args.plan != 0 ? 1 << args.plan : chosen;
+int warps_of(const gptoss_trt_attention_args& args, int pairs, int64_t keys) {
+  if (args.plan != 0) return 1 << args.plan;
+  if (args.window != 0 && pairs >= kMostPairs) return 2;
+  const bool is_short = args.window != 0 || keys <= kShortKeys;
+  return is_short && pairs >= kManyPairs ? 4 : 8;
+}
+
+// Parts of the shortest context that a table is this wide for: at least a round of blocks, dealt out
+// evenly.
+int even_parts(int pairs) {
+  const int least = std::min(ceil_div(kRoundBlocks, pairs), kMaxParts / 2);
+  for (int parts = least; parts < least + 4; ++parts) {
+    const int blocks = pairs * parts;
+    const int most = ceil_div(blocks, kMultiprocessors);
+    if (blocks >= kEvenEnough * most * kMultiprocessors) return parts;
+  }
+  return least;
+}
+
+// Keys of one part, before they are rounded up to blocks. Contexts are taken to fill half of the
+// table or more, because its width is a power of two.
+int64_t wanted_part_keys(const gptoss_trt_attention_args& args, int pairs, int64_t keys) {
+  if (args.parts != 0) return ceil_div(keys, args.parts);
+  if (keys <= kShortKeys) return pairs >= kShortPairs ? keys : kLeastPartKeys;
+  const int parts = even_parts(pairs);
+  const int64_t part = parts == 1 ? keys : std::max<int64_t>(keys / 2 / parts, kLeastPartKeys);
+  return std::max<int64_t>(std::min<int64_t>(part, kMostPartKeys), ceil_div(keys, kMaxParts));
 }
 
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -27,21 +56,24 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 // Measured on an H200 at contexts of 1k and 8k, batches 1 to 128 (tests/perf/NOTES.md).
 DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
   const int pairs = std::max(1, args.tokens * args.kv_heads);
-  if (args.window != 0) return {warps_of(args, pairs <= kFewPairs ? 8 : 4), 1, 0};
-  const int64_t keys = static_cast<int64_t>(args.table_width) * args.block_tokens;
-  const bool crowded = pairs >= kRoundBlocks && keys <= kShortKeys;
-  const int round = crowded ? 2 * kRoundBlocks : kRoundBlocks;
-  const int chosen = std::max(ceil_div(round, pairs), ceil_div(keys, kMostPartKeys));
-  const int wanted = args.parts != 0 ? args.parts : chosen;
-  const int least = args.parts != 0 ? args.block_tokens : kLeastPartKeys;
-  const int part = std::max(ceil_div(keys, std::min(wanted, kMaxParts)), least);
-  const int part_keys = ceil_div(part, args.block_tokens) * args.block_tokens;
-  return {warps_of(args, crowded ? 4 : 8), std::max(1, ceil_div(keys, part_keys)), part_keys};
+  const int64_t keys = std::max<int64_t>(1, static_cast<int64_t>(args.table_width) * args.block_tokens);
+  const int warps = warps_of(args, pairs, keys);
+  if (args.window != 0) return {warps, 1, 0};
+  const int part_keys =
+      ceil_div(wanted_part_keys(args, pairs, keys), args.block_tokens) * args.block_tokens;
+  return {warps, ceil_div(keys, part_keys), part_keys};
 }
 
+// Rounds of blocks over the card times the queries of a block, over the speed of one.
 PrefillKind prefill_plan(const gptoss_trt_attention_args& args) {
   if (args.plan != 0) return static_cast<PrefillKind>(args.plan);
-  return args.window != 0 ? PrefillKind::kFour64 : PrefillKind::kThree128;
+  if (args.window != 0 && args.window <= kMostWindow) return PrefillKind::kWindow;
+  const auto cost = [&](int queries, double speed) {
+    const int blocks = ceil_div(args.tokens, queries) * args.kv_heads;
+    return ceil_div(blocks, kMultiprocessors) * queries / speed;
+  };
+  constexpr double kSumsSpeed = 0.92;
+  return cost(24, 1.0) <= cost(16, kSumsSpeed) ? PrefillKind::kWide : PrefillKind::kSums;
 }
 
 DecodeWorkspace decode_workspace(const gptoss_trt_attention_args& args) {

@@ -14,20 +14,14 @@ struct DecodePlan {
   int part_keys;  // of each: a multiple of block_tokens
 };
 
-enum class PrefillKind {  // consumer warpgroups, keys of a block
-  kThree128 = 1,
-  kTwo128 = 2,
-  kThree64 = 3,
-  kFour64 = 4,
-  kThree128Turns = 5,
-  kTwo128Early = 6,
-  kTwo128EarlyTurns = 7,
-  kTwo128SumsTurns = 8,
-  kFour64Turns = 9,
-  kTwo128Sums = 10,
-  kThree128Deep = 11,
-  kTwo128Turns = 12,
+enum class PrefillKind {  // consumer warpgroups x keys of a block
+  kWide = 1,    // 3 x 128
+  kSums = 2,    // 2 x 128, sums of weights by the tensor cores
+  kWindow = 3,  // 2 x 64, two blocks a multiprocessor, all keys of a tile at once
 };
+
+constexpr int kWindowStages = 4;  // of 64 keys
+constexpr int kMostWindow = kWindowStages * 64 - 63 - 15;  // that the window kernel takes, 16 queries
 
 DecodePlan decode_plan(const gptoss_trt_attention_args& args);
 PrefillKind prefill_plan(const gptoss_trt_attention_args& args);

@@ -4,6 +4,11 @@
 // A producer thread copies pages of keys and values into two rings; each consumer warpgroup has 64
 // rows. While the scores of one key block are made, the values of the block before are added, and
 // the softmax of the scores runs beside that. The sink enters at the end.
+//
+// Three shapes (plan.h): three warpgroups of 192 rows; two of 128 whose registers hold the weights of
+// two blocks, so that these are ready ahead of the wait, and whose sums come out of the product, from
+// a column of ones beside the values; and, for windows, two blocks of two warpgroups a
+// multiprocessor, whose few keys all fit the rings and are copied ahead.
 #ifndef GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
 #define GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
 
@@ -25,25 +30,32 @@ constexpr int kPageBytes = kPageKeys * kRowBytes;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupQueries = 8;  // queries of a warpgroup: 64 rows of eight heads
 
-template <int kConsumers, int kKeys, int kStages, int kBlocks>
+enum class PrefillStyle { kWide, kSums, kWindow };
+
+template <int kConsumerGroups, int kBlockKeys, int kRingStages, PrefillStyle kStyle>
 struct PrefillShape {
+  static constexpr int kConsumers = kConsumerGroups;
+  static constexpr int kKeys = kBlockKeys;
+  static constexpr int kStages = kRingStages;
+  static constexpr bool kSums = kStyle == PrefillStyle::kSums;
+  static constexpr bool kAhead = kStyle == PrefillStyle::kWindow;  // no producer
   static constexpr int kQueries = kConsumers * kGroupQueries;
-  // Two blocks share a multiprocessor with a producing warp, one has a warpgroup whose registers it takes.
-  static constexpr int kThreads = kConsumers * kGroupThreads + (kBlocks == 2 ? 32 : kGroupThreads);
+  static constexpr int kThreads = (kConsumers + (kAhead ? 0 : 1)) * kGroupThreads;
+  static constexpr int kBlocks = kAhead ? 2 : 1;  // that share a multiprocessor
   static constexpr int kQueryBytes = kConsumers * 64 * kRowBytes;
   static constexpr int kBlockBytes = kKeys * kRowBytes;  // of keys; values as many
+  static constexpr int kOnesBytes = kSums ? 16 * kRowBytes : 0;
   static constexpr int kBarriers = 1 + 4 * kStages;
-  static constexpr int kOnesBytes = 16 * kRowBytes;  // rows of ones: a column of weights' sums
-  static constexpr int kSharedBytes =
-      1024 + kQueryBytes + 2 * kStages * kBlockBytes + kOnesBytes + kBarriers * 8;  // 1,024: alignment
+  static constexpr int kSharedBytes = 1024 + kQueryBytes + 2 * kStages * kBlockBytes + kOnesBytes +
+                                      kBarriers * 8;  // 1,024: alignment
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters =
-      kConsumers == 3 ? 160 : kConsumers == 2 ? 240 : 112;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 240;
 };
 
 // Addresses in shared memory.
-template <class Shape, int kStages>
+template <class Shape>
 struct PrefillMemory {
+  static constexpr int kStages = Shape::kStages;
   uint32_t query, keys, values, ones, barriers;
 
   __device__ __forceinline__ explicit PrefillMemory(uint32_t raw)
@@ -127,12 +139,13 @@ __device__ __forceinline__ void zero_padding(const PrefillParams& p, int number,
   }
 }
 
-template <class Shape, int kStages, int kKeys>
+template <class Shape>
 __device__ __forceinline__ void produce(const PrefillParams& p, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                        const PrefillMemory<Shape, kStages>& memory,
+                                        const PrefillMemory<Shape>& memory,
                                         const PrefillTile& tile, const KeyBlocks& blocks,
                                         int kv_head) {
+  constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys;
   barrier_expect_bytes(memory.query_full(), Shape::kQueryBytes);
   tensor_copy_3d(memory.query, q_map, 0, kv_head * kGroup, tile.token, memory.query_full());
   const int skipped = p.first_block == nullptr ? 0 : p.first_block[tile.sequence];
@@ -248,15 +261,17 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_
   wgmma_commit();
 }
 
+// With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows of
+// ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
 template <int kKeys, int kOutputs>
 __device__ __forceinline__ void start_output(float (&out)[kOutputs],
                                              uint32_t (&weights)[kKeys / 16][4], uint32_t values,
                                              uint32_t ones) {
+  constexpr uint64_t kUnits = 16 * kRowBytes / 16;
+  constexpr uint64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
+  const uint64_t rows = kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
 #pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) {
-    const uint32_t rows = values + k * 16 * kRowBytes;
-    wgmma_bf16_turned(out, weights[k], swizzled_rows(rows, ones - rows));
-  }
+  for (int k = 0; k < kKeys / 16; ++k) wgmma_bf16_turned(out, weights[k], rows + k * kStep);
   wgmma_commit();
 }
 
@@ -270,12 +285,23 @@ __device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&sh
 // Values behind the sequence's end are what the block's last owner left there: zero weights do not
 // hide a NaN. All consumers meet.
 template <class Shape>
-__device__ __forceinline__ void clear_values(uint32_t values, int from_row, int keys, int threads) {
-  for (int at = from_row * kRowBytes + threadIdx.x * 16; at < keys * kRowBytes; at += threads * 16) {
+__device__ __forceinline__ void clear_values(uint32_t values, int from_row) {
+  constexpr int kConsuming = Shape::kConsumers * kGroupThreads;
+  for (int at = from_row * kRowBytes + threadIdx.x * 16; at < Shape::kBlockBytes;
+       at += kConsuming * 16) {
     asm volatile("st.shared.v4.u32 [%0], {%1, %1, %1, %1};" ::"r"(values + at), "r"(0) : "memory");
   }
   async_proxy_fence();
-  named_barrier_sync(1, threads);
+  named_barrier_sync(1, kConsuming);
+}
+
+template <class Shape>
+__device__ __forceinline__ void fill_ones(uint32_t ones) {
+  constexpr uint32_t kTwoOnes = 0x3F803F80;
+  for (int at = threadIdx.x * 4; at < Shape::kOnesBytes; at += Shape::kThreads * 4) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(ones + at), "r"(kTwoOnes) : "memory");
+  }
+  async_proxy_fence();
 }
 
 template <int kOutputs>
@@ -306,43 +332,20 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Prefill
   }
 }
 
-// Warpgroups take turns at starting their products, so that the softmax of one runs beside the
-// products of another. Named barriers 2 and up, one a warpgroup.
-template <int kConsumers>
-struct Turns {
-  int group;
-
-  __device__ __forceinline__ static void arrive(int next) {
-    asm volatile("bar.arrive %0, %1;" ::"r"(2 + next), "r"(2 * kGroupThreads) : "memory");
-  }
-  __device__ __forceinline__ void begin() const {
-    if (group == kConsumers - 1) arrive(0);
-  }
-  __device__ __forceinline__ void await() const {
-    named_barrier_sync(2 + group, 2 * kGroupThreads);
-  }
-  // The last warpgroup's last turn has no successor.
-  __device__ __forceinline__ void pass(bool last) const {
-    if (group < kConsumers - 1) {
-      arrive(group + 1);
-    } else if (!last) {
-      arrive(0);
-    }
-  }
-};
-
-template <class Shape, int kConsumers, int kStages, int kKeys, int kTurns, bool kEarly, bool kSums>
-__device__ __forceinline__ void consume(const PrefillParams& p,
-                                        const PrefillMemory<Shape, kStages>& memory,
+template <class Shape>
+__device__ __forceinline__ void consume(const PrefillParams& p, const PrefillMemory<Shape>& memory,
                                         const PrefillTile& tile, const KeyBlocks& blocks, int group,
                                         int kv_head) {
+  constexpr int kKeys = Shape::kKeys;
+  constexpr bool kSums = Shape::kSums;
+  using Weights = uint32_t[kKeys / 16][4];
   const int warp = threadIdx.x >> 5 & 3;
   const bool leads = (threadIdx.x & 31) == 0;
   const int offset = group * kGroupQueries + 2 * warp;
   const int position = tile.position + offset;
   const uint64_t query = swizzled_rows(memory.query + group * 64 * kRowBytes);
   float scores[kKeys / 2], out[kSums ? 36 : 32] = {}, shrink[2];
-  uint32_t weights[kKeys / 16][4];
+  Weights weights;
   RowState rows;
 
   barrier_wait(memory.query_full(), 0);
@@ -356,31 +359,24 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
   pack_weights<kKeys>(scores, weights);
   barrier_wait(memory.values_full(0), 0);
   const int filled = tile.context - blocks.last * kKeys;
-  if (filled < kKeys) {
-    clear_values<Shape>(memory.values, filled, kKeys, kConsumers * kGroupThreads);
-  }
+  if (filled < kKeys) clear_values<Shape>(memory.values, filled);
 
-  const Turns<kConsumers> turns{group};
-  if (kTurns && blocks.count() > 1) turns.begin();
   int stage = 0, before = 0;
   uint32_t parity = 0, parity_before = 0;
-  // Adds the block before with the weights in `old`; those of `block` go to `fresh`.
-  const auto advance = [&](int block, uint32_t(&old)[kKeys / 16][4], uint32_t(&fresh)[kKeys / 16][4]) {
+  // Adds the block before with its weights, `old`; those of `block` become `fresh`.
+  const auto advance = [&](int block, Weights& old, Weights& fresh) {
     before = stage, parity_before = parity;
-    if (++stage == kStages) stage = 0, parity ^= 1;
+    if (++stage == Shape::kStages) stage = 0, parity ^= 1;
     barrier_wait(memory.keys_full(stage), parity);
-    if (kTurns) turns.await();
     wgmma_fence();
     start_scores<kKeys>(scores, query, swizzled_rows(memory.keys + stage * Shape::kBlockBytes));
     barrier_wait(memory.values_full(before), parity_before);
     start_output<kKeys>(out, old, memory.values + before * Shape::kBlockBytes, memory.ones);
-    if (kTurns == 1) turns.pass(block == blocks.first);
     wgmma_wait<1>();
     wgmma_settle(scores);
-    if (kTurns == 2) turns.pass(block == blocks.first);
     if (leads) barrier_arrive(memory.keys_free(stage));
     soften<kKeys, kSums>(scores, rows, shrink, p.scale_log2, block * kKeys, position, p.window);
-    if (kEarly) {
+    if (kSums) {
       pack_weights<kKeys>(scores, fresh);
       finish_before_wait<kKeys>(fresh);
     } else {
@@ -391,9 +387,9 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
     wgmma_release(old);
     if (leads) barrier_arrive(memory.values_free(before));
     rescale(out, shrink);
-    if (!kEarly) pack_weights<kKeys>(scores, fresh);
+    if (!kSums) pack_weights<kKeys>(scores, fresh);
   };
-  const auto finish = [&](uint32_t(&old)[kKeys / 16][4]) {
+  const auto finish = [&](Weights& old) {
     barrier_wait(memory.values_full(stage), parity);
     wgmma_fence();
     start_output<kKeys>(out, old, memory.values + stage * Shape::kBlockBytes, memory.ones);
@@ -402,8 +398,8 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
     wgmma_release(old);
   };
   int block = blocks.last - 1;
-  if (kEarly) {
-    uint32_t other[kKeys / 16][4];
+  if constexpr (kSums) {  // two sets of weights take turns: copies would serialise the products
+    Weights other;
     for (; block > blocks.first; block -= 2) {
       advance(block, weights, other);
       advance(block - 1, other, weights);
@@ -424,29 +420,22 @@ __device__ __forceinline__ void consume(const PrefillParams& p,
 // Grid (tiles, kv_heads): as many tiles as any cut of the tokens into sequences can give. The blocks
 // of one head follow each other, so its keys stay in the second-level cache; those with the most
 // keys begin.
-template <int kConsumers, int kKeys, int kStages, int kTurns, bool kEarly, int kBlocks, bool kSums>
-__global__ __launch_bounds__(PrefillShape<kConsumers, kKeys, kStages, kBlocks>::kThreads, kBlocks)
-    void attention_prefill_kernel(const PrefillParams p, const __grid_constant__ CUtensorMap q_map,
-                                  const __grid_constant__ CUtensorMap k_map,
-                                  const __grid_constant__ CUtensorMap v_map) {
-  using Shape = PrefillShape<kConsumers, kKeys, kStages, kBlocks>;
+template <class Shape>
+__global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_prefill_kernel(
+    const PrefillParams p, const __grid_constant__ CUtensorMap q_map,
+    const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap v_map) {
   extern __shared__ uint8_t raw[];
-  const PrefillMemory<Shape, kStages> memory(shared_address(raw));
+  const PrefillMemory<Shape> memory(shared_address(raw));
   const int number = gridDim.x - 1 - blockIdx.x, kv_head = blockIdx.y;
   const int group = threadIdx.x / kGroupThreads;
-  if (kSums) {
-    for (int at = threadIdx.x * 4; at < Shape::kOnesBytes; at += Shape::kThreads * 4) {
-      asm volatile("st.shared.u32 [%0], %1;" ::"r"(memory.ones + at), "r"(0x3F803F80) : "memory");
-    }
-    async_proxy_fence();
-  }
+  if (Shape::kSums) fill_ones<Shape>(memory.ones);
   if (threadIdx.x == 0) {
     barrier_init(memory.query_full(), 1);
-    for (int s = 0; s < kStages; ++s) {
+    for (int s = 0; s < Shape::kStages; ++s) {
       barrier_init(memory.keys_full(s), 1);
       barrier_init(memory.values_full(s), 1);
-      barrier_init(memory.keys_free(s), kConsumers * 4);
-      barrier_init(memory.values_free(s), kConsumers * 4);
+      barrier_init(memory.keys_free(s), Shape::kConsumers * 4);
+      barrier_init(memory.values_free(s), Shape::kConsumers * 4);
     }
     barrier_init_fence();
   }
@@ -456,15 +445,18 @@ __global__ __launch_bounds__(PrefillShape<kConsumers, kKeys, kStages, kBlocks>::
   const PrefillTile tile = find_tile(p, number, Shape::kQueries);
   __syncthreads();
   if (tile.sequence < 0) return;
-  const KeyBlocks blocks(tile, Shape::kQueries, kKeys, p.window);
-  if (group == kConsumers) {
-    if (kBlocks == 1) registers_release<Shape::kProducerRegisters>();
-    if (threadIdx.x == kConsumers * kGroupThreads) {
-      produce<Shape, kStages, kKeys>(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
+  const KeyBlocks blocks(tile, Shape::kQueries, Shape::kKeys, p.window);
+  if constexpr (Shape::kAhead) {
+    if (threadIdx.x == 0) produce(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
+    consume(p, memory, tile, blocks, group, kv_head);
+  } else if (group == Shape::kConsumers) {
+    registers_release<Shape::kProducerRegisters>();
+    if (threadIdx.x == Shape::kConsumers * kGroupThreads) {
+      produce(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
     }
   } else {
-    if (kBlocks == 1) registers_claim<Shape::kConsumerRegisters>();
-    consume<Shape, kConsumers, kStages, kKeys, kTurns, kEarly, kSums>(p, memory, tile, blocks, group, kv_head);
+    registers_claim<Shape::kConsumerRegisters>();
+    consume(p, memory, tile, blocks, group, kv_head);
   }
 }
 

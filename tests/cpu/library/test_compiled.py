@@ -215,6 +215,12 @@ def test_attention_refuses_what_it_cannot_run(library: Library) -> None:
         library.attention_decode(attention_arguments(tokens=65, query_start=4096), 0)
     with pytest.raises(LibraryError, match="q is null"):
         library.attention_prefill(attention_arguments(), 0)
+    everything = dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks"), 4096)
+    everything |= dict.fromkeys(("block_table", "query_start", "context_lens"), 4096)
+    with pytest.raises(LibraryError, match="plan 3 takes windows of 1 to 178, not 179"):
+        library.attention_prefill(attention_arguments(plan=3, window=179, **everything), 0)
+    with pytest.raises(LibraryError, match="block_tokens is 32, not 64"):
+        library.attention_prefill(attention_arguments(block_tokens=32, **everything), 0)
     library.attention_decode(attention_arguments(tokens=0, sequences=0), 0)
     library.attention_prefill(attention_arguments(tokens=0), 0)
 
@@ -224,7 +230,10 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
         return library.attention_workspace(attention_arguments(**changes))
 
     assert size(window=128) == size(parts=1) == 0
-    assert size(parts=2) == 8 * 8 * 2 * (8 * 64 * 4 + 8 * 8)
+    slot = 8 * 64 * 4 + 8 * 8
+    assert size(parts=2) == 8 * 8 * 2 * slot
     assert size(parts=32, table_width=4) == size(parts=4, table_width=4)  # a part is one block at least
-    # One round of blocks on the card, whatever the batch, then one part each.
-    assert size(tokens=1, sequences=1) == size() > size(tokens=32, sequences=32) == 0
+    # At 4k to 8k keys two blocks a multiprocessor or more, then one part each; short contexts are cut for few only.
+    assert [size(tokens=n, sequences=n) // slot for n in (1, 8, 16, 32, 40, 64)] == [256, 512, 512, 0, 1280, 0]
+    short = [size(tokens=n, sequences=n, table_width=32) // slot for n in (1, 4, 8, 64)]
+    assert short == [128, 512, 0, 0]
