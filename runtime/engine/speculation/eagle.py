@@ -126,7 +126,7 @@ class EagleDrafter:
             shares.append(uniform(request.seed, sequence.index, place))
         how = (torch.tensor(values, dtype=torch.float32).to(logits.device) for values in (temperatures, shares))
         drawn, usable = torch.empty((2, len(active)), dtype=torch.int32, device=logits.device)
-        ops.sample(logits, *how, drawn, usable)
+        ops.sample(logits, *how, None, drawn[None], usable)
         tokens: list[int] = self._head.target_ids(usable).tolist()
         return tokens
 
