@@ -157,8 +157,9 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_ge
 
 /* ---- attention over the paged cache, with sinks ----------------------------------------------- */
 
-/* Launch with programmatic dependent launch, as GPTOSS_TRT_MOE_DEPENDENT_LAUNCH: only tables and
- * lengths are read before the wait; the kernel ahead must not have written those. */
+/* Launch with programmatic dependent launch, as GPTOSS_TRT_MOE_DEPENDENT_LAUNCH: tables, lengths and,
+ * in decode, keys and values of tokens before this call's are read before the wait. The kernel ahead,
+ * and those it has not waited for, must not write them. */
 #define GPTOSS_TRT_ATTENTION_DEPENDENT_LAUNCH 1u
 
 /* bf16 throughout. Query head h reads KV head h / 8; 64 columns a head. Key j of sequence s is row

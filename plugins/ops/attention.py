@@ -31,7 +31,8 @@ class Options:
     flags: int = 0
 
 
-# Dependent launch is always right: the kernels wait for the one ahead before they touch what a step writes.
+# Dependent launch is right in a step: the kernels wait for the one ahead before they touch what the step writes. They
+# read tables, lengths and older keys before, so who writes those on the same stream puts another kernel between.
 DEFAULT = Options(flags=library.DEPENDENT_LAUNCH)
 
 # By device and stream: launches of one stream follow each other, and each leaves its tickets zero.

@@ -1,5 +1,5 @@
-// Is the call legal? The C functions of attention: checks with the values in their texts, then plan,
-// then launch.
+// Is the call legal? The C functions of attention: checks with the values in their texts, then
+// plan, then launch.
 #include <cuda_runtime_api.h>
 
 #include <cinttypes>
@@ -54,8 +54,8 @@ gptoss_trt_status check_sizes(const Args* args, int plans) {
                 range.value, range.low, range.high);
   }
   if ((args->block_tokens & (args->block_tokens - 1)) != 0) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: block_tokens is %" PRId32 ", not 16, 32 or 64",
-                args->block_tokens);
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
+                "attention: block_tokens is %" PRId32 ", not 16, 32 or 64", args->block_tokens);
   }
   if (!(args->scale > 0.f)) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: scale is %g, not positive",
@@ -215,7 +215,8 @@ extern "C" gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attent
   const gptoss_trt_status status = check_sizes(args, kDecodePlans);
   if (status != GPTOSS_TRT_OK) return status;
   const bool even = args->sequences > 0 && args->tokens % args->sequences == 0;
-  if (args->tokens > kMaxGrid || args->tokens > kMaxQueries * static_cast<int64_t>(args->sequences) ||
+  if (args->tokens > kMaxGrid ||
+      args->tokens > kMaxQueries * static_cast<int64_t>(args->sequences) ||
       (args->query_start == nullptr && args->tokens > 0 && !even)) {
     return gptoss::fail(GPTOSS_TRT_UNSUPPORTED,
                         "attention_decode: %" PRId32 " tokens of %" PRId32

@@ -1,5 +1,5 @@
-// Few new tokens a sequence: a block of warps reads one part of the keys of one token for one KV head
-// (tokens of one sequence read the same keys side by side, from the second-level cache).
+// Few new tokens a sequence: a block of warps reads one part of the keys of one token for one KV
+// head (tokens of one sequence read the same keys side by side, from the second-level cache).
 //
 // Scores are made transposed, [keys, queries], so that the eight heads of a group fill an
 // instruction's eight columns, and keys and values go from device memory to the fragments'
@@ -39,8 +39,8 @@ struct Tile {
   uint4 v[4];
 };
 
-// Where a warp's tiles lie. Up to 32 pages a sequence, lane i holds page i of the table; else that of
-// the warp's i-th tile, modulo 32. Neither waits for the sequence's length.
+// Where a warp's tiles lie. Up to 32 pages a sequence, lane i holds page i of the table; else that
+// of the warp's i-th tile, modulo 32. Neither waits for the sequence's length.
 struct Pages {
   const int32_t* row;  // of the block table
   int width;
@@ -272,18 +272,20 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, DecodeShared<
   }
 }
 
-// Whose keys a token sees: the first `keys` of `sequence`; none for padding.
+// Whose keys a token sees: the first `keys` of `sequence`, none for padding. The step wrote those
+// from `written` on.
 struct Reader {
   int sequence;
   int keys;
+  int written;
 };
 
 // Executed by whole warps, each for itself.
 __device__ __forceinline__ Reader find_reader(const DecodeParams& p, int token) {
   if (p.query_start == nullptr) {
     const int sequence = token / p.queries;
-    const int keys = p.context_lens[sequence] - p.queries + 1 + token % p.queries;
-    return {sequence, max(keys, 0)};
+    const int written = p.context_lens[sequence] - p.queries;
+    return {sequence, max(written + 1 + token % p.queries, 0), written};
   }
   int sequence = 0;
   for (int base = 0; base < p.sequences; base += 32) {
@@ -291,8 +293,10 @@ __device__ __forceinline__ Reader find_reader(const DecodeParams& p, int token) 
     const bool before = s < p.sequences && p.query_start[s + 1] <= token;
     sequence += __popc(__ballot_sync(0xffffffffu, before));
   }
-  if (sequence == p.sequences) return {0, 0};
-  return {sequence, p.context_lens[sequence] - p.query_start[sequence + 1] + token + 1};
+  if (sequence == p.sequences) return {0, 0, 0};
+  const int first = p.query_start[sequence], next = p.query_start[sequence + 1];
+  const int written = p.context_lens[sequence] - (next - first);
+  return {sequence, written + token - first + 1, written};
 }
 
 // Grid (kv_heads, parts, tokens). kBlocks: blocks that share a multiprocessor.
@@ -302,8 +306,9 @@ __global__ __launch_bounds__(kWarps * 32,
   __shared__ DecodeShared<kWarps> shared;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int kv_head = blockIdx.x, part = blockIdx.y, token = blockIdx.z;
+  dependents_launch();
   // Tables and lengths come from the host's copy ahead of the step, not from the kernel ahead.
-  const auto [sequence, context] = find_reader(p, token);
+  const auto [sequence, context, written] = find_reader(p, token);
   const int used = p.window ? 1 : max(1, (context + p.part_keys - 1) / p.part_keys);
   const int begin = p.window ? max(context - p.window, 0) : part * p.part_keys;
   const int end = p.window ? context : min(begin + p.part_keys, context);
@@ -319,8 +324,16 @@ __global__ __launch_bounds__(kWarps * 32,
               p.block_shift - 4,
               0};
   pages.fetch(0, lane);
+  // So were keys of earlier steps: a warp's first two tiles are on their way before the wait,
+  // unless this step writes into them.
+  Tile even, odd;
+  const auto ahead = [&](int i) {
+    return i < pages.count && (pages.tile(i) + 1) * kTileKeys <= written;
+  };
+  const bool even_ahead = ahead(0), odd_ahead = ahead(1);
+  if (even_ahead) load_tile(p, pages, 0, kv_head, begin, end, lane, even);
+  if (odd_ahead) load_tile(p, pages, 1, kv_head, begin, end, lane, odd);
   dependency_wait();
-  dependents_launch();
   if (part >= used) return;
 
   const int64_t pair = static_cast<int64_t>(token) * p.kv_heads + kv_head;
@@ -328,10 +341,11 @@ __global__ __launch_bounds__(kWarps * 32,
   const uint4* query = reinterpret_cast<const uint4*>(p.q) + (first_head + (lane >> 2)) * kRowWords;
   const uint4 q[2] = {query[lane & 3], query[4 + (lane & 3)]};
   WarpState state;
-  Tile even, odd;
-  if (pages.count > 0) load_tile(p, pages, 0, kv_head, begin, end, lane, even);
+  if (pages.count > 0 && !even_ahead) load_tile(p, pages, 0, kv_head, begin, end, lane, even);
   for (int i = 0; i < pages.count; i += 2) {
-    if (i + 1 < pages.count) load_tile(p, pages, i + 1, kv_head, begin, end, lane, odd);
+    if (i + 1 < pages.count && !(i == 0 && odd_ahead)) {
+      load_tile(p, pages, i + 1, kv_head, begin, end, lane, odd);
+    }
     add_tile(even, q, pages.tile(i) * kTileKeys, begin, end, p.scale_log2, lane, state);
     if (i + 1 >= pages.count) break;
     if (i + 2 < pages.count) load_tile(p, pages, i + 2, kv_head, begin, end, lane, even);

@@ -46,8 +46,9 @@ cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
   const auto kernel = attention_prefill_kernel<Shape>;
   const int64_t rows = static_cast<int64_t>(params.blocks) * params.kv_heads * kPageKeys;
   CUtensorMap q_map, k_map, v_map;
-  cudaError_t error = encode_map(&q_map, tensors.q, 3, static_cast<int64_t>(params.kv_heads) * kGroup,
-                                 params.tokens, kGroup, Shape::kQueries);
+  cudaError_t error =
+      encode_map(&q_map, tensors.q, 3, static_cast<int64_t>(params.kv_heads) * kGroup,
+                 params.tokens, kGroup, Shape::kQueries);
   if (error == cudaSuccess) error = encode_map(&k_map, tensors.k, 2, rows, 1, kPageKeys, 1);
   if (error == cudaSuccess) error = encode_map(&v_map, tensors.v, 2, rows, 1, kPageKeys, 1);
   if (error == cudaSuccess) {
@@ -59,7 +60,8 @@ cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.tokens / Shape::kQueries + std::max(1, params.sequences), params.kv_heads);
+  config.gridDim =
+      dim3(params.tokens / Shape::kQueries + std::max(1, params.sequences), params.kv_heads);
   config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = Shape::kSharedBytes;
   config.stream = options.stream;

@@ -27,8 +27,8 @@ int warps_of(const gptoss_trt_attention_args& args, int pairs, int64_t keys) {
   return is_short && pairs >= kManyPairs ? 4 : 8;
 }
 
-// Parts of the shortest context that a table is this wide for: at least a round of blocks, dealt out
-// evenly.
+// Parts of the shortest context that a table is this wide for: at least a round of blocks, dealt
+// out evenly.
 int even_parts(int pairs) {
   const int least = std::min(ceil_div(kRoundBlocks, pairs), kMaxParts / 2);
   for (int parts = least; parts < least + 4; ++parts) {
@@ -56,7 +56,8 @@ int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * 
 // Measured on an H200 at contexts of 1k and 8k, batches 1 to 128 (tests/perf/NOTES.md).
 DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
   const int pairs = std::max(1, args.tokens * args.kv_heads);
-  const int64_t keys = std::max<int64_t>(1, static_cast<int64_t>(args.table_width) * args.block_tokens);
+  const int64_t keys =
+      std::max<int64_t>(1, static_cast<int64_t>(args.table_width) * args.block_tokens);
   const int warps = warps_of(args, pairs, keys);
   if (args.window != 0) return {warps, 1, 0};
   const int part_keys =

@@ -15,13 +15,14 @@ struct DecodePlan {
 };
 
 enum class PrefillKind {  // consumer warpgroups x keys of a block
-  kWide = 1,    // 3 x 128
-  kSums = 2,    // 2 x 128, sums of weights by the tensor cores
-  kWindow = 3,  // 2 x 64, two blocks a multiprocessor, all keys of a tile at once
+  kWide = 1,              // 3 x 128
+  kSums = 2,              // 2 x 128, sums of weights by the tensor cores
+  kWindow = 3,            // 2 x 64, two blocks a multiprocessor, all keys of a tile at once
 };
 
 constexpr int kWindowStages = 4;  // of 64 keys
-constexpr int kMostWindow = kWindowStages * 64 - 63 - 15;  // that the window kernel takes, 16 queries
+constexpr int kMostWindow =
+    kWindowStages * 64 - 63 - 15;  // that the window kernel takes, 16 queries
 
 DecodePlan decode_plan(const gptoss_trt_attention_args& args);
 PrefillKind prefill_plan(const gptoss_trt_attention_args& args);

@@ -1,13 +1,13 @@
-// Chunks of prompts: a block takes 8 x kConsumers queries of one sequence with the eight heads of one
-// KV head as rows, and walks the keys they see from the last to the first.
+// Chunks of prompts: a block takes 8 x kConsumers queries of one sequence with the eight heads of
+// one KV head as rows, and walks the keys they see from the last to the first.
 //
 // A producer thread copies pages of keys and values into two rings; each consumer warpgroup has 64
 // rows. While the scores of one key block are made, the values of the block before are added, and
 // the softmax of the scores runs beside that. The sink enters at the end.
 //
-// Three shapes (plan.h): three warpgroups of 192 rows; two of 128 whose registers hold the weights of
-// two blocks, so that these are ready ahead of the wait, and whose sums come out of the product, from
-// a column of ones beside the values; and, for windows, two blocks of two warpgroups a
+// Three shapes (plan.h): three warpgroups of 192 rows; two of 128 whose registers hold the weights
+// of two blocks, so that these are ready ahead of the wait, and whose sums come out of the product,
+// from a column of ones beside the values; and, for windows, two blocks of two warpgroups a
 // multiprocessor, whose few keys all fit the rings and are copied ahead.
 #ifndef GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
 #define GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
@@ -67,8 +67,12 @@ struct PrefillMemory {
   __device__ __forceinline__ uint32_t query_full() const { return barriers; }
   __device__ __forceinline__ uint32_t keys_full(int s) const { return barriers + 8 + 8 * s; }
   __device__ __forceinline__ uint32_t keys_free(int s) const { return keys_full(kStages + s); }
-  __device__ __forceinline__ uint32_t values_full(int s) const { return keys_full(2 * kStages + s); }
-  __device__ __forceinline__ uint32_t values_free(int s) const { return keys_full(3 * kStages + s); }
+  __device__ __forceinline__ uint32_t values_full(int s) const {
+    return keys_full(2 * kStages + s);
+  }
+  __device__ __forceinline__ uint32_t values_free(int s) const {
+    return keys_full(3 * kStages + s);
+  }
 };
 
 // The queries of one block: [token, end) of the step, of a sequence whose keys are [0, context).
@@ -126,8 +130,8 @@ struct KeyBlocks {
   __device__ __forceinline__ int count() const { return last - first + 1; }
 };
 
-// Zeros for the rows that no sequence owns, behind query_start[S]; block `number` takes `queries` of
-// them.
+// Zeros for the rows that no sequence owns, behind query_start[S]; block `number` takes `queries`
+// of them.
 __device__ __forceinline__ void zero_padding(const PrefillParams& p, int number, int queries,
                                              int kv_head) {
   const int begin = p.query_start[p.sequences] + number * queries;
@@ -142,9 +146,8 @@ __device__ __forceinline__ void zero_padding(const PrefillParams& p, int number,
 template <class Shape>
 __device__ __forceinline__ void produce(const PrefillParams& p, const CUtensorMap* q_map,
                                         const CUtensorMap* k_map, const CUtensorMap* v_map,
-                                        const PrefillMemory<Shape>& memory,
-                                        const PrefillTile& tile, const KeyBlocks& blocks,
-                                        int kv_head) {
+                                        const PrefillMemory<Shape>& memory, const PrefillTile& tile,
+                                        const KeyBlocks& blocks, int kv_head) {
   constexpr int kStages = Shape::kStages, kKeys = Shape::kKeys;
   barrier_expect_bytes(memory.query_full(), Shape::kQueryBytes);
   tensor_copy_3d(memory.query, q_map, 0, kv_head * kGroup, tile.token, memory.query_full());
@@ -187,11 +190,12 @@ struct RowState {
 
 // scores become weights; shrink is what the output so far is multiplied by.
 template <int kKeys, bool kSums>
-__device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& rows, float (&shrink)[2],
-                                       float scale_log2, int first_key, int position, int window) {
+__device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& rows,
+                                       float (&shrink)[2], float scale_log2, int first_key,
+                                       int position, int window) {
   const int t = threadIdx.x & 3;
-  const bool whole = first_key + kKeys - 1 <= position &&
-                     (window == 0 || first_key > position + 1 - window);
+  const bool whole =
+      first_key + kKeys - 1 <= position && (window == 0 || first_key > position + 1 - window);
   if (!whole) {
 #pragma unroll
     for (int i = 0; i < kKeys / 2; ++i) {
@@ -225,8 +229,8 @@ __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& row
   }
 }
 
-// A branch that is never taken and needs all weights: the assembler, which would rather wait first and
-// make the exponentials afterwards, does not move the wait across it.
+// A branch that is never taken and needs all weights: the assembler, which would rather wait first
+// and make the exponentials afterwards, does not move the wait across it.
 __device__ __forceinline__ void finish_before_wait(const RowState& rows) {
   if (__any_sync(0xffffffffu, rows.total[0] + rows.total[1] < 0.f)) __nanosleep(32);
 }
@@ -261,15 +265,16 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_
   wgmma_commit();
 }
 
-// With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows of
-// ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
+// With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows
+// of ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
 template <int kKeys, int kOutputs>
 __device__ __forceinline__ void start_output(float (&out)[kOutputs],
                                              uint32_t (&weights)[kKeys / 16][4], uint32_t values,
                                              uint32_t ones) {
   constexpr uint64_t kUnits = 16 * kRowBytes / 16;
   constexpr uint64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
-  const uint64_t rows = kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
+  const uint64_t rows =
+      kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
 #pragma unroll
   for (int k = 0; k < kKeys / 16; ++k) wgmma_bf16_turned(out, weights[k], rows + k * kStep);
   wgmma_commit();
@@ -305,9 +310,9 @@ __device__ __forceinline__ void fill_ones(uint32_t ones) {
 }
 
 template <int kOutputs>
-__device__ __forceinline__ void write_rows(const PrefillParams& p, const PrefillTile& tile, int token,
-                                           int kv_head, const float (&out)[kOutputs], RowState& rows,
-                                           float scale_log2) {
+__device__ __forceinline__ void write_rows(const PrefillParams& p, const PrefillTile& tile,
+                                           int token, int kv_head, const float (&out)[kOutputs],
+                                           RowState& rows, float scale_log2) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = kv_head * kGroup + g;
   const float sink2 = bf16_value(p.sinks[head]) * kLog2E;
@@ -417,9 +422,9 @@ __device__ __forceinline__ void consume(const PrefillParams& p, const PrefillMem
   write_rows(p, tile, tile.token + offset, kv_head, out, rows, p.scale_log2);
 }
 
-// Grid (tiles, kv_heads): as many tiles as any cut of the tokens into sequences can give. The blocks
-// of one head follow each other, so its keys stay in the second-level cache; those with the most
-// keys begin.
+// Grid (tiles, kv_heads): as many tiles as any cut of the tokens into sequences can give. The
+// blocks of one head follow each other, so its keys stay in the second-level cache; those with the
+// most keys begin.
 template <class Shape>
 __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_prefill_kernel(
     const PrefillParams p, const __grid_constant__ CUtensorMap q_map,
@@ -439,8 +444,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_pre
     }
     barrier_init_fence();
   }
-  dependency_wait();
   dependents_launch();
+  dependency_wait();
   zero_padding(p, number, Shape::kQueries, kv_head);
   const PrefillTile tile = find_tile(p, number, Shape::kQueries);
   __syncthreads();
@@ -448,6 +453,7 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_pre
   const KeyBlocks blocks(tile, Shape::kQueries, Shape::kKeys, p.window);
   if constexpr (Shape::kAhead) {
     if (threadIdx.x == 0) produce(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
+    __syncwarp();
     consume(p, memory, tile, blocks, group, kv_head);
   } else if (group == Shape::kConsumers) {
     registers_release<Shape::kProducerRegisters>();
