@@ -216,6 +216,41 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_at
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_prefill(const gptoss_trt_attention_args* args,
                                                               gptoss_trt_stream stream);
 
+/* ---- dense_few: a product of 1 to 16 tokens, weights read once at the memory's speed -------- */
+
+/* Launch with programmatic dependent launch: weights are read before the wait, nothing else. */
+#define GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH 1u
+
+typedef enum gptoss_trt_dense_format {
+  GPTOSS_TRT_DENSE_BF16 = 1,
+  GPTOSS_TRT_DENSE_FP8 = 2 /* e4m3, activations 1x128, weights 128x128 */
+} gptoss_trt_dense_format;
+
+typedef struct gptoss_trt_dense_few_args {
+  uint32_t size;     /* sizeof(gptoss_trt_dense_few_args) */
+  uint32_t flags;    /* GPTOSS_TRT_DENSE_* bits */
+  int32_t format;    /* gptoss_trt_dense_format, of x and weight */
+  int32_t out_dtype; /* gptoss_trt_dtype */
+  int32_t tokens;    /* at most 16 */
+  int32_t n;         /* rows of weight */
+  int32_t k;         /* a multiple of 32 (BF16) or 64 (FP8), at most 4096 */
+  int32_t first_segment;     /* FP8: rows of the first two segments, multiples of 8 or n; */
+  int32_t second_segment;    /* each begins a new row of scales. n, 0 where there is one */
+  const void* x;             /* [tokens, k], 16-byte aligned, as is weight */
+  const float* x_scale;      /* FP8: [ceil(k / 128), tokens] */
+  const void* weight;        /* [n, k] */
+  const float* weight_scale; /* FP8: [rows of scales, ceil(k / 128)] */
+  const void* bias;          /* bf16 [n], or null for none */
+  void* out; /* [tokens, n] = x W^T + bias, fp32 sums rounded once. A token's bits do
+                not depend on the other tokens. */
+} gptoss_trt_dense_few_args;
+
+/* Launches the product on the stream; success means launched, not finished. tokens = 0 launches
+ * nothing. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or
+ * CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few_args* args,
+                                                      gptoss_trt_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

@@ -150,27 +150,12 @@ def _block_tokens(op: str, _values: Values, sizes: Sizes) -> None:
 
 def _rope(op: str, values: Values, sizes: Sizes) -> None:
     _block_tokens(op, values, sizes)
-    _qkv_width(op, "qkv has", values["qkv"].shape[1], "columns", sizes)
-
-
-def _qkv_width(op: str, what: str, width: int, unit: str, sizes: Sizes) -> None:
-    needed = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["D"]
-    if width != needed:
+    width = (sizes["heads"] + 2 * sizes["kv_heads"]) * sizes["D"]
+    if values["qkv"].shape[1] != width:
         raise ArgumentError(
-            f"{op}: {what} {width} {unit}; {sizes['heads']} query and {sizes['kv_heads']} KV heads of {sizes['D']} "
-            f"need {needed}"
+            f"{op}: qkv has {values['qkv'].shape[1]} columns; {sizes['heads']} query and {sizes['kv_heads']} KV heads "
+            f"of {sizes['D']} need {width}"
         )
-
-
-def _dense_rope(op: str, values: Values, sizes: Sizes) -> None:
-    _block_tokens(op, values, sizes)
-    _qkv_width(op, "weight has", sizes["N"], "rows", sizes)
-    fp8 = [values[name].dtype == torch.float8_e4m3fn for name in ("x", "weight")]
-    scaled = [values[name] is not None for name in ("x_scale", "weight_scale")]
-    if len({*fp8, *scaled}) != 1:
-        raise ArgumentError(f"{op}: e4m3 in x, weight: {fp8}; scales for x, weight: {scaled}; all or none")
-    if fp8[0]:
-        _dense_fp8(op, values, sizes)
 
 
 def _attention(op: str, values: Values, sizes: Sizes) -> None:
@@ -252,7 +237,6 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "dense_fp8": _dense_fp8,
     "kv_slots": _block_tokens,
     "rope_kv_append": _rope,
-    "dense_rope_kv_append": _dense_rope,
     "attention_prefill": _attention,
     "attention_decode": _decode,
     "moe_route": _route,

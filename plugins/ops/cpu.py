@@ -99,30 +99,6 @@ def rope_kv_append(
     rope_reference.store_kv(v, slots, v_scale, v_cache)
 
 
-def dense_rope_kv_append(
-    x: Tensor,
-    x_scale: Tensor | None,
-    weight: Tensor,
-    weight_scale: Tensor | None,
-    segments: list[int],
-    bias: Tensor | None,
-    positions: Tensor,
-    cos_sin: Tensor,
-    slots: Tensor,
-    k_scale: float,
-    v_scale: float,
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-) -> None:
-    qkv = x.new_empty((len(x), weight.shape[0]), dtype=torch.bfloat16)
-    if x_scale is None or weight_scale is None:
-        dense(x, weight, bias, qkv)
-    else:
-        dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
-    rope_kv_append(qkv, positions, cos_sin, slots, k_scale, v_scale, q, k_cache, v_cache)
-
-
 def attention_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -172,7 +148,7 @@ def sample(
 
 def feed(host: Tensor, drawn: Tensor, source_at: int, memory: Tensor, token_ids: Tensor) -> None:
     memory.copy_(host)
-    token_ids.copy_(sample_reference.feed(host[: len(token_ids)], host[source_at :][: len(token_ids)], drawn))
+    token_ids.copy_(sample_reference.feed(host[: len(token_ids)], host[source_at:][: len(token_ids)], drawn))
 
 
 def moe_route(

@@ -28,7 +28,6 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("dense_fp8", "triton"): f"{_KERNELS}.dense:dense_fp8",
     ("kv_slots", "triton"): f"{_KERNELS}.rope_kv_append:kv_slots",
     ("rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:rope_kv_append",
-    ("dense_rope_kv_append", "triton"): f"{_KERNELS}.dense_rope_kv_append:dense_rope_kv_append",
     ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
     ("attention_decode", "triton"): f"{_KERNELS}.attention:attention_decode",
     ("moe_route", "triton"): f"{_KERNELS}.moe_route:moe_route",
@@ -41,6 +40,8 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("feed", "triton"): f"{_KERNELS}.feed:feed",
     ("attention_prefill", "cuda"): "gptoss_trt.ops.attention:attention_prefill",
     ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
+    ("dense", "cuda"): "gptoss_trt.ops.dense:dense",
+    ("dense_fp8", "cuda"): "gptoss_trt.ops.dense:dense_fp8",
     ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",
     ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
 }

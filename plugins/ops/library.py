@@ -61,6 +61,13 @@ class OutDtype(IntEnum):
     FP32 = 2
 
 
+class DenseFormat(IntEnum):
+    """gptoss_trt_dense_format."""
+
+    BF16 = 1
+    FP8 = 2
+
+
 DEPENDENT_LAUNCH = 1
 ROUTING_READY = 2
 
@@ -138,6 +145,31 @@ class AttentionArgs(ctypes.Structure):
         super().__init__(size=ctypes.sizeof(AttentionArgs), **values)
 
 
+class DenseFewArgs(ctypes.Structure):
+    """gptoss_trt_dense_few_args; the header says what each field means. `size` is filled in."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("format", ctypes.c_int32),
+        ("out_dtype", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("first_segment", ctypes.c_int32),
+        ("second_segment", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("weight_scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(DenseFewArgs), **values)
+
+
 class Library:
     """The loaded library. Methods raise LibraryError with the library's text when a call fails."""
 
@@ -146,10 +178,15 @@ class Library:
         try:
             self._handle = ctypes.CDLL(str(path))
             version = int(self._handle.gptoss_trt_abi_version())
+            if version == ABI_VERSION:
+                self._declare()
         except (OSError, AttributeError) as error:
             raise LibraryError(f"{path} cannot be loaded: {error}") from error
         if version != ABI_VERSION:
             raise LibraryError(f"{path} has ABI version {version}; this build calls {ABI_VERSION}")
+
+    def _declare(self) -> None:
+        """Signatures of the C functions. Raises AttributeError for one that the library lacks."""
         self._handle.gptoss_trt_last_error.restype = ctypes.c_char_p
         pointer, stream, size = ctypes.POINTER(MoeGemmArgs), ctypes.c_void_p, ctypes.POINTER(ctypes.c_uint64)
         self._handle.gptoss_trt_moe_weight_bytes.argtypes = (ctypes.c_int32, ctypes.c_int32, ctypes.c_int32, size)
@@ -160,6 +197,7 @@ class Library:
         self._handle.gptoss_trt_attention_decode_workspace.argtypes = (attention, size)
         self._handle.gptoss_trt_attention_decode.argtypes = (attention, stream)
         self._handle.gptoss_trt_attention_prefill.argtypes = (attention, stream)
+        self._handle.gptoss_trt_dense_few.argtypes = (ctypes.POINTER(DenseFewArgs), stream)
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -184,6 +222,10 @@ class Library:
     def moe_gemm(self, args: MoeGemmArgs, stream: int) -> None:
         """Launches the product on the stream (a cudaStream_t as an integer); does not wait."""
         self._check(self._handle.gptoss_trt_moe_gemm_fp8(ctypes.byref(args), stream))
+
+    def dense_few(self, args: DenseFewArgs, stream: int) -> None:
+        """Launches a product of few tokens on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_dense_few(ctypes.byref(args), stream))
 
     def attention_workspace(self, args: AttentionArgs) -> int:
         """Bytes of workspace that a decode call with these sizes needs."""

@@ -112,15 +112,6 @@ _TABLE = (
         saturate(v / v_scale); for bf16 caches both scales are 1.""",
     ),
     OpSchema(
-        "dense_rope_kv_append",
-        "Tensor x, Tensor? x_scale, Tensor weight, Tensor? weight_scale, int[] segments, Tensor? bias, "
-        "Tensor positions, Tensor cos_sin, Tensor slots, float k_scale, float v_scale, "
-        "Tensor(a!) q, Tensor(b!) k_cache, Tensor(c!) v_cache",
-        """rope_kv_append of bf16(x @ weight^T + bias): dense where x is bf16 and both scales are None, else dense_fp8.
-
-        Shapes as in those three; N = (heads + 2 kv_heads) * head_dim.""",
-    ),
-    OpSchema(
         "attention_prefill",
         "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor? first_block, Tensor query_start, "
         "Tensor context_lens, Tensor sinks, int window, float scale, float k_scale, float v_scale, Tensor(a!) out",

@@ -106,14 +106,6 @@ TENSORS: dict[str, tuple[TensorShape, ...]] = {
         TensorShape("slots", "T", _I32),
     ),
     "rope_kv_append": (*_ROTATED, TensorShape("qkv", "T _", _BF16)),
-    "dense_rope_kv_append": (
-        TensorShape("x", "T K", (*_BF16, *FP8)),
-        TensorShape("x_scale", "K/128 T", F32),
-        TensorShape("weight", "N K", (*_BF16, *FP8)),
-        TensorShape("weight_scale", "_ K/128", F32),
-        TensorShape("bias", "N", _BF16),
-        *_ROTATED,
-    ),
     "attention_prefill": (*_PAGED, TensorShape("query_start", "S+1", _I32)),
     "attention_decode": _PAGED,
     "moe_route": (

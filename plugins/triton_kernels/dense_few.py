@@ -2,7 +2,7 @@
 
 Invariant: one program holds all of K for its rows; its warps take turns along K, each adds up its part on the tensor
 cores, and the parts are added in one order. So a token's result depends on nothing but its row of x: the same bits come
-out alone and among up to MOST_TOKENS. The weights of a program are requested into the L2 cache ahead of the wait.
+out alone and among up to MOST_TOKENS.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from gptoss_trt.triton_kernels.dependent import DEPENDENT, prefetch, release, wait
+from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import dot
 
 MOST_TOKENS = 16  # a tile of the tensor cores; more tokens cost more there, and cuBLAS reads well by then
@@ -28,14 +28,12 @@ class Tile:
     warps: int = 4
     step: int = 64
     stages: int = 4
-    prefetch: bool = True
 
-    def options(self, tokens: int, row_bytes: int) -> dict[str, int | bool]:
-        """What a kernel is launched with; a row of the weight has row_bytes."""
+    def options(self, tokens: int) -> dict[str, int | bool]:
+        """What a kernel is launched with."""
         return {
             "ROWS": self.rows, "WARPS": self.warps, "STEP": self.step, "STAGES": self.stages,
-            "AHEAD": self.rows * row_bytes if self.prefetch else 0, "TILE_T": 8 if tokens <= 8 else MOST_TOKENS,
-            "num_warps": self.warps, **DEPENDENT,
+            "TILE_T": 8 if tokens <= 8 else MOST_TOKENS, "num_warps": self.warps, **DEPENDENT,
         }  # fmt: skip
 
 
@@ -145,12 +143,9 @@ def _few_kernel(  # type: ignore[no-untyped-def]
     WARPS: tl.constexpr,
     STEP: tl.constexpr,
     STAGES: tl.constexpr,
-    AHEAD: tl.constexpr,
 ):
     """ROWS rows of out^T; bf16 operands, or e4m3 ones with their scales when FP8."""
     first = tl.program_id(0).to(tl.int64) * ROWS
-    if AHEAD > 0:
-        prefetch(weight + first * K, tl.minimum(rows - first, ROWS) * (K if FP8 else 2 * K), AHEAD)
     release()
     wait()
     row = first + tl.arange(0, ROWS)
@@ -203,5 +198,5 @@ def _launch(
     (tokens, columns), rows = x.shape, weight.shape[0]
     _few_kernel[(triton.cdiv(rows, tile.rows),)](
         x, x_scale, weight, weight_scale, bias, out, tokens, rows, K=columns, S0=segments[0], S1=segments[1],
-        FP8=x_scale is not None, BIAS=bias is not None, **tile.options(tokens, columns * weight.element_size()),
+        FP8=x_scale is not None, BIAS=bias is not None, **tile.options(tokens),
     )  # fmt: skip

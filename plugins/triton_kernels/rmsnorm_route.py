@@ -18,7 +18,7 @@ from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import to_bf16
 
 MOST_TOKENS = 16
-ROUTER_WARPS = 8
+ROUTER_WARPS = 16
 
 
 @triton.jit

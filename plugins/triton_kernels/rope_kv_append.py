@@ -48,7 +48,7 @@ def _kv_slots_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def store_cache(target, value, scale, mask, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
+def _store_cache(target, value, scale, mask, FP8: tl.constexpr):  # type: ignore[no-untyped-def]
     if FP8:
         tl.store(target, saturate_e4m3(tl.div_rn(value, tl.zeros_like(value) + scale)), mask=mask)
     else:
@@ -102,10 +102,10 @@ def _rope_kv_append_kernel(  # type: ignore[no-untyped-def]
     is_kv = inside & (head >= HEADS)[:, None] & (head >= tl.where(slot >= 0, 0, ALL))[:, None]
     is_k = is_kv & (head < HEADS + KV_HEADS)[:, None]
     is_v = is_kv & (head >= HEADS + KV_HEADS)[:, None]
-    store_cache(k_cache + place, rotated, k_scale, is_k, FP8)
-    store_cache(k_cache + place + HALF, second, k_scale, is_k, FP8)
-    store_cache(v_cache + place, rotated, v_scale, is_v, FP8)
-    store_cache(v_cache + place + HALF, second, v_scale, is_v, FP8)
+    _store_cache(k_cache + place, rotated, k_scale, is_k, FP8)
+    _store_cache(k_cache + place + HALF, second, k_scale, is_k, FP8)
+    _store_cache(v_cache + place, rotated, v_scale, is_v, FP8)
+    _store_cache(v_cache + place + HALF, second, v_scale, is_v, FP8)
 
 
 def kv_slots(

@@ -79,12 +79,6 @@ class Dense:
             ops.dense(x.values, self._weight, self._bias, out)
         return out
 
-    def rope_kv_append(self, x: Normed, *where: object) -> None:
-        """The op dense_rope_kv_append on this product; `where` are its arguments from `positions` on."""
-        values = x.quantised if self.fp8 else x.values
-        weights = (self._weight, self._scale, self._segments, self._bias)
-        ops.dense_rope_kv_append(values, x.scales if self.fp8 else None, *weights, *where)
-
     def quantised(self, values: torch.Tensor) -> Normed:
         """A bf16 activation [T, K] made ready for this product."""
         if not self.fp8:
@@ -115,9 +109,10 @@ class Attention:
     ) -> torch.Tensor:
         """What this layer adds to the residual, bf16 [T, H]. Appends to kv."""
         pool = step.window if self._window else step.full
+        qkv = self._qkv(x)
         shape = (step.tokens, self._heads, self._head_dim)
-        q = torch.empty(shape, dtype=torch.bfloat16, device=x.values.device)
-        self._qkv.rope_kv_append(x, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        q = torch.empty(shape, dtype=torch.bfloat16, device=qkv.device)
+        ops.rope_kv_append(qkv, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
         out = torch.empty_like(q)
         where = (pool.block_table, pool.first_block)
         how = (self._sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)

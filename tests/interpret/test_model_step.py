@@ -1,4 +1,4 @@
-"""The forward pass of a tiny model with every operator taken by its Triton kernel: prompt, decode
+"""The forward pass of a tiny model with every operator but the bf16 products taken by its Triton kernel: prompt, decode
 and a padded decode step give the CPU implementations' logits."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.interpret
 CPU = torch.device("cpu")
 BLOCK_TOKENS = 16
 OPS = (
-    "embedding", "dense", "rmsnorm_quant", "kv_slots", "dense_rope_kv_append", "attention_prefill",
+    "embedding", "rmsnorm_quant", "kv_slots", "rope_kv_append", "attention_prefill",
     "attention_decode", "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine", "moe_combine_norm",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ import torch
 import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
 from gptoss_trt.triton_kernels import act_quant as triton_act_quant
 from gptoss_trt.triton_kernels import dense as triton_dense
-from gptoss_trt.triton_kernels import dense_rope_kv_append as triton_dense_rope
+from gptoss_trt.triton_kernels import dense_few as triton_dense_few
 from gptoss_trt.triton_kernels import moe_route as triton_route
 from gptoss_trt.triton_kernels import rmsnorm_quant as triton_norm
 from gptoss_trt.triton_kernels import rmsnorm_route as triton_norm_route
@@ -145,37 +145,6 @@ def test_rope_kv_append(cache_dtype: torch.dtype) -> None:
     assert int((outputs[0][1].view(torch.uint8) != 0).any(-1).sum()) == 4 * kv_heads  # four tokens written, no fifth
 
 
-@pytest.mark.parametrize("fp8_cache", [False, True])
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("tokens", [1, 5, 16, 17])
-def test_dense_rope_kv_append(tokens: int, fp8: bool, fp8_cache: bool) -> None:
-    heads, kv_heads, d, hidden = 4, 2, 64, 320
-    rows = (heads + 2 * kv_heads) * d
-    x, weight, bias = bf16(tokens, hidden), bf16(rows, hidden, scale=0.1), bf16(rows)
-    product: tuple[object, ...] = (x, None, weight, None, [], bias)
-    if fp8:
-        q8, scales = torch.empty(tokens, hidden, dtype=E4M3), torch.empty(3, tokens)
-        OPS.act_quant(x, 128, q8, scales)
-        product = (q8, scales, weight.to(E4M3), torch.rand(4, 3) + 0.5, [heads * d, 128, 128], bias)
-    positions = torch.randint(0, 4096, (tokens,), dtype=torch.int32)
-    slots = torch.randperm(64)[:tokens].to(torch.int32)
-    slots[-1] = -1 if tokens > 1 else slots[-1]
-    cos_sin, kv_scales = torch.randn(4096, d), (0.25, 0.5) if fp8_cache else (1.0, 1.0)
-    outputs = []
-    for function in (triton_dense_rope.dense_rope_kv_append, OPS.dense_rope_kv_append):
-        q = torch.full((tokens, heads, d), POISON, dtype=torch.bfloat16)
-        caches = [torch.zeros(4, kv_heads, 16, d, dtype=E4M3 if fp8_cache else torch.bfloat16) for _ in range(2)]
-        function(*product, positions, cos_sin, slots, *kv_scales, q, *caches)
-        outputs.append((q, *caches))
-    written = []
-    for got, want in zip(*outputs, strict=True):
-        # A product that rounds to the other bf16 neighbour moves what it is rotated into by as much.
-        rtol, atol = (0.14, 0.14) if got.dtype == E4M3 else (2**-6, 2**-4)
-        torch.testing.assert_close(got.float(), want.float(), rtol=rtol, atol=atol)
-        written.append(int((got.view(torch.uint8) != 0).any(-1).sum()))
-    assert written[1:] == [int((slots >= 0).sum()) * kv_heads] * 2
-
-
 @pytest.mark.parametrize(("tokens", "experts", "first", "local"), [(7, 8, 0, 8), (33, 32, 8, 16), (1, 128, 0, 128)])
 def test_moe_route(tokens: int, experts: int, first: int, local: int) -> None:
     x, weight, bias = bf16(tokens, 192), bf16(experts, 192, scale=0.1), bf16(experts)
@@ -286,7 +255,7 @@ def test_dense_of_few_tokens(tokens: int, rows: int, columns: int, out_dtype: to
     x, weight, bias = bf16(tokens, columns), bf16(rows, columns), bf16(rows, scale=100.0)
     for given in (bias, None):
         got, want = (torch.full((tokens, rows), POISON, dtype=out_dtype) for _ in range(2))
-        triton_dense.dense(x, weight, given, got)
+        triton_dense_few.dense_few(x, weight, given, got)
         OPS.dense(x, weight, given, want)
         torch.testing.assert_close(got.float(), want.float(), rtol=2**-6 if out_dtype == torch.bfloat16 else 1e-4,
                                    atol=2e-3)  # fmt: skip
@@ -304,7 +273,7 @@ def test_products_of_a_token_do_not_depend_on_the_others(fp8: bool) -> None:
             part = scales[:, first:last].contiguous()
             triton_dense.dense_fp8(q[first:last].contiguous(), part, codes, unit, [], None, out)
         else:
-            triton_dense.dense(x[first:last].contiguous(), weight, None, out)
+            triton_dense_few.dense_few(x[first:last].contiguous(), weight, None, out)
         return out
 
     together = product(0, 16)

@@ -11,7 +11,19 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import weight_layout
-from gptoss_trt.ops.library import AttentionArgs, Library, LibraryError, MoeGemmArgs, Plan, Product, ScaleMode, Storage
+from gptoss_trt.ops.library import (
+    AttentionArgs,
+    DenseFewArgs,
+    DenseFormat,
+    Library,
+    LibraryError,
+    MoeGemmArgs,
+    OutDtype,
+    Plan,
+    Product,
+    ScaleMode,
+    Storage,
+)
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
@@ -62,7 +74,7 @@ def test_exported_symbols_equal_the_header(library: Library) -> None:
         ["nm", "-D", "--defined-only", str(library.path)], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listing.stdout.splitlines()} == declared
-    assert len(declared) == 9
+    assert len(declared) == 10
 
 
 def test_links_no_framework(library: Library) -> None:
@@ -170,6 +182,34 @@ def test_prefill_refuses_what_it_cannot_do(library: Library) -> None:
 def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, k_split=1)) == 0
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, plan=Plan.SIMT, k_split=1)) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"format": 3}, "format is 3, outside 1 to 2"),
+        ({"out_dtype": 0}, "out_dtype is 0, outside 1 to 2"),
+        ({"flags": 2}, "flags is 2, outside 0 to 1"),
+        ({"tokens": 17}, "tokens is 17, outside 0 to 16"),
+        ({"n": 0}, "n is 0"),
+        ({"k": 4128}, "k is 4128, outside 32 to 4096"),
+        ({"k": 2896}, "k is 2896, no multiple of 32"),
+        ({"format": DenseFormat.FP8, "k": 2848}, "k is 2848, no multiple of 64"),
+        ({"format": DenseFormat.FP8, "first_segment": 36}, "first_segment is 36, no multiple of 8"),
+        ({}, "x is null"),
+        ({"x": 4096, "weight": 4104}, "weight at 0x1008 is not aligned to 16"),
+        ({"format": DenseFormat.FP8, "x": 4096}, "x_scale is null"),
+    ],
+)
+def test_dense_few_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    values = {"format": DenseFormat.BF16, "out_dtype": OutDtype.BF16, "tokens": 1, "n": 5120, "k": 2880}
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.dense_few(DenseFewArgs(**(values | changes)), 0)
+
+
+def test_dense_few_of_nothing(library: Library) -> None:
+    pointers = dict.fromkeys(("x", "weight", "out"), 4096)
+    library.dense_few(DenseFewArgs(format=DenseFormat.BF16, out_dtype=OutDtype.BF16, n=8, k=32, **pointers), 0)
 
 
 def attention_arguments(**changes: float) -> AttentionArgs:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import library
-from gptoss_trt.ops.library import AttentionArgs, Library, LibraryError, MoeGemmArgs
+from gptoss_trt.ops.library import AttentionArgs, DenseFewArgs, Library, LibraryError, MoeGemmArgs
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
@@ -20,10 +20,14 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or "cc"
 
 @pytest.mark.parametrize(
     ("struct", "name_in_c"),
-    [(MoeGemmArgs, "gptoss_trt_moe_gemm_args"), (AttentionArgs, "gptoss_trt_attention_args")],
+    [
+        (MoeGemmArgs, "gptoss_trt_moe_gemm_args"),
+        (AttentionArgs, "gptoss_trt_attention_args"),
+        (DenseFewArgs, "gptoss_trt_dense_few_args"),
+    ],
 )
 def test_struct_layout_equals_the_compilers(
-    struct: type[MoeGemmArgs] | type[AttentionArgs], name_in_c: str, tmp_path: Path
+    struct: type[MoeGemmArgs] | type[AttentionArgs] | type[DenseFewArgs], name_in_c: str, tmp_path: Path
 ) -> None:
     fields = [name for name, _ in struct._fields_]
     lines = [f'printf("{name} %zu\\n", offsetof({name_in_c}, {name}));' for name in fields]
@@ -54,10 +58,13 @@ def test_struct_layout_equals_the_compilers(
     [
         ("GPTOSS_TRT_MOE_PLAN_", library.Plan),
         ("GPTOSS_TRT_SCALE_", library.ScaleMode),
+        ("GPTOSS_TRT_DENSE_", library.DenseFormat),
         ("GPTOSS_TRT_MOE_(?!PLAN)", None),
     ],
 )
-def test_enums_equal_the_header(prefix: str, words: type[library.Plan] | type[library.ScaleMode] | None) -> None:
+def test_enums_equal_the_header(
+    prefix: str, words: type[library.Plan] | type[library.ScaleMode] | type[library.DenseFormat] | None
+) -> None:
     found = {name: int(value) for name, value in re.findall(rf"\b{prefix}(\w+) = (\d+)", HEADER.read_text())}
     if words is not None:
         assert found == {member.name: member.value for member in words}
@@ -92,6 +99,15 @@ def test_another_abi_version_is_refused(tmp_path: Path) -> None:
     path = tmp_path / library.NAME
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
     with pytest.raises(LibraryError, match="ABI version 99; this build calls 2"):
+        Library(path)
+
+
+def test_a_library_that_lacks_a_function_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "part.c"
+    source.write_text(f"int gptoss_trt_abi_version(void) {{ return {library.ABI_VERSION}; }}\n")
+    path = tmp_path / library.NAME
+    subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
+    with pytest.raises(LibraryError, match=r"cannot be loaded: .*gptoss_trt_"):
         Library(path)
 
 

@@ -144,7 +144,7 @@ def test_preference_probes_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.run("dense", (2,))
     assert dispatch.preferred("dense") == "cuda"
     dispatch.select("dense", "triton")
-    assert dispatch.preferred("dense") == "triton"
+    assert dispatch.preferred("rmsnorm_quant") == "triton"
     dispatch.run("dense", (3,))
     dispatch.select("dense", None)
     assert calls == [(1,), ("other", 2), (3,)]
@@ -185,4 +185,4 @@ def test_the_compiled_library_is_asked_for_before_it_is_used() -> None:
     reason = dispatch._unusable("cuda")
     expected = "cuda" if reason is None else "triton"
     assert dispatch.preferred("moe_gate_up") == expected
-    assert dispatch.preferred("dense") == "triton"
+    assert dispatch.preferred("rmsnorm_quant") == "triton"

@@ -1,0 +1,87 @@
+"""dense and dense_fp8 on libgptoss_trt.so for few tokens; what it does not take goes to cuBLAS and Triton.
+
+Invariant: which of them runs depends on shapes alone, so a captured graph fixes it, and up to MOST_TOKENS tokens a
+token's result does not depend on the others. Must not know layers.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gptoss_trt.ops import library
+from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, OutDtype
+from gptoss_trt.triton_kernels import dense as triton_dense
+
+MOST_TOKENS = 16
+MOST_COLUMNS = 4096
+COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
+MOST_BF16_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here
+SEGMENT_ROWS = 8
+_OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
+
+
+def takes(dense_format: DenseFormat, x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
+    """Whether the library's kernel takes the product of x [T, K] and weight [N, K]."""
+    tokens, columns = x.shape
+    return (
+        0 < tokens <= MOST_TOKENS
+        and columns <= MOST_COLUMNS
+        and columns % COLUMNS[dense_format] == 0
+        and (dense_format is DenseFormat.FP8 or len(weight) <= MOST_BF16_ROWS)
+        and all(rows % SEGMENT_ROWS == 0 for rows in segments[:2])
+    )
+
+
+def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
+    """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
+    if takes(DenseFormat.BF16, x, weight, []):
+        _launch(DenseFormat.BF16, x, None, weight, None, [], bias, out)
+    else:
+        triton_dense.dense(x, weight, bias, out)
+
+
+def dense_fp8(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
+    if len(segments) <= triton_dense.MAX_SEGMENTS and takes(DenseFormat.FP8, x, weight, segments):
+        _launch(DenseFormat.FP8, x, x_scale, weight, weight_scale, segments, bias, out)
+    else:
+        triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
+
+
+def _launch(
+    dense_format: DenseFormat,
+    x: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor | None,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    first = [*segments, 0, 0] if segments else [len(weight), 0]
+    args = DenseFewArgs(
+        flags=library.DEPENDENT_LAUNCH,
+        format=dense_format,
+        out_dtype=_OUT_DTYPES[out.dtype],
+        tokens=x.shape[0],
+        n=weight.shape[0],
+        k=x.shape[1],
+        first_segment=first[0],
+        second_segment=first[1],
+        x=x.data_ptr(),
+        x_scale=None if x_scale is None else x_scale.data_ptr(),
+        weight=weight.data_ptr(),
+        weight_scale=None if weight_scale is None else weight_scale.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+    )
+    with torch.cuda.device(x.device):
+        library.load().dense_few(args, torch.cuda.current_stream(x.device).cuda_stream)
