@@ -144,7 +144,7 @@ def test_preference_probes_and_pins(monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.run("dense", (2,))
     assert dispatch.preferred("dense") == "cuda"
     dispatch.select("dense", "triton")
-    assert dispatch.preferred("rmsnorm_quant") == "triton"
+    assert dispatch.preferred("dense") == "triton"
     dispatch.run("dense", (3,))
     dispatch.select("dense", None)
     assert calls == [(1,), ("other", 2), (3,)]
