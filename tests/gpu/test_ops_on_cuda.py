@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
+from gptoss_trt.ops import dispatch
 
 OPS = torch.ops.gptoss_trt
 E4M3 = torch.float8_e4m3fn
@@ -263,6 +264,36 @@ def test_dense_products(tokens: int) -> None:
     inputs = (q, scales, codes, weight_scale, [4096, 512, 512], bias)
     got, want = both("dense_fp8", inputs, (poisoned(tokens, rows),))
     assert_rows(got[0], want[0], 1e-3)
+
+
+@pytest.mark.parametrize("implementation", ["cuda", "triton"])
+@pytest.mark.parametrize(("rows", "columns"), [(5120, H), (H, 4096), (264, 192), (20, 64)])
+def test_products_of_few_tokens(implementation: str, rows: int, columns: int) -> None:
+    """Against the CPU; the same bits for a token alone and among up to 16; FP8 segments begin new scales."""
+    x, weight, bias = bf16(16, columns), bf16(rows, columns, scale=0.02), bf16(rows)
+    q, scales = torch.empty(16, columns, dtype=E4M3), torch.empty(-(-columns // 128), 16)
+    OPS.act_quant(x, 128, q, scales)
+    segments = [rows // 16 * 8, rows // 32 * 8, rows - rows // 16 * 8 - rows // 32 * 8] if rows > 200 else []
+    unit = torch.rand(sum(-(-s // 128) for s in segments or [rows]), -(-columns // 128)) * 2.0**-8
+    codes = (torch.randn(rows, columns) * 8).to(E4M3)
+    try:
+        for op in ("dense", "dense_fp8"):
+            dispatch.select(op, implementation)
+        for tokens in (1, 3, 8, 9, 16):
+            outputs = (poisoned(tokens, rows),)
+            got, want = both("dense", (x[:tokens].clone(), weight, bias), outputs)
+            assert_rows(got[0], want[0], 1e-4)
+            some = (q[:tokens].clone(), scales[:, :tokens].contiguous(), codes, unit, segments, bias)
+            got_fp8, want_fp8 = both("dense_fp8", some, outputs)
+            assert_rows(got_fp8[0], want_fp8[0], 1e-3)
+            if tokens == 1:
+                alone = (got[0], got_fp8[0])
+            elif implementation == "cuda":
+                exact(got[0][:1], alone[0])
+                exact(got_fp8[0][:1], alone[1])
+    finally:
+        for op in ("dense", "dense_fp8"):
+            dispatch.select(op, None)
 
 
 def test_combine_and_embedding() -> None:
