@@ -189,6 +189,11 @@ __device__ __forceinline__ void wgmma_fence() {
 __device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
+// Waits until no more than the last `kRunning` groups that were committed still run.
+template <int kRunning>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kRunning) : "memory");
+}
 __device__ __forceinline__ void wgmma_wait_all() {
   asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
@@ -208,6 +213,14 @@ struct WgmmaDescriptor {
     return static_cast<uint64_t>(high) << 32 | (low + units);
   }
 };
+
+// The same descriptor as one value, which the compiler may keep in uniform registers where the
+// address is the same for the whole warp.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t k_stride,
+                                                     uint32_t n_stride) {
+  return static_cast<uint64_t>(n_stride >> 4) << 32 |
+         (((address & 0x3FFFF) >> 4) | (k_stride >> 4 << 16));
+}
 
 // A-fragments are in their registers from here on: keeps the compiler from sinking their making
 // below wgmma_fence, where it would have to serialise the instructions.

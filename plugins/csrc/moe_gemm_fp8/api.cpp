@@ -150,6 +150,7 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
     p.h_values = reinterpret_cast<float*>(workspace + layout.h_values);
     p.partials = reinterpret_cast<float*>(workspace + layout.partials);
     p.items_taken = reinterpret_cast<int32_t*>(workspace + layout.items_taken);
+    p.row_info = reinterpret_cast<uint2*>(workspace + layout.row_info);
     p.gathered = workspace + layout.gathered;
   }
   p.expert_bytes = expert_bytes(storage, args.n, args.k);

@@ -3,7 +3,8 @@
 //   codes  [8 chunks of 16 columns][columns / 8][8 rows][16 bytes], columns in the weights' order
 //   scales f32 [1 or 2][columns], token 8j + 2t + c at (j / 2) 16 + 4t + 2 (j % 2) + c, so that a
 //          thread of the product finds its own by fours
-// Rows of a tile that no token has are not written: their sums are never read.
+// Rows of a tile that no token has are not written: their sums are never read. DOWN's output slots
+// and routing weights are laid out by column too.
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_GATHER_KERNEL_CUH_
 #define GPTOSS_TRT_MOE_GEMM_FP8_GATHER_KERNEL_CUH_
 
@@ -46,6 +47,11 @@ __device__ inline GatherRow find_row(const Params& p, const ExpertTables& tables
   const int block = row / kPrefillBlock;
   const int left = tables.rows_before[low + 1] - tables.rows_before[low] - block * kPrefillBlock;
   const int64_t before = tables.columns_before[low] + block * kPrefillBlock;
+  if (!kGateUp) {
+    const int slot = __ldg(p.row_slots + sorted);
+    p.row_info[before + row % kPrefillBlock] =
+        make_uint2(slot, __float_as_uint(__ldg(p.expert_weights + slot)));
+  }
   return {p.gathered + before * p.records * p.tile_row_bytes,
           kGateUp ? __ldg(p.row_slots + sorted) / p.top_k : sorted,
           block_columns(min(left, kPrefillBlock)), row % kPrefillBlock};

@@ -2,6 +2,8 @@
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_PARAMS_H_
 #define GPTOSS_TRT_MOE_GEMM_FP8_PARAMS_H_
 
+#include <vector_types.h>
+
 #include <cstdint>
 
 #include "moe_gemm_fp8/plan.h"
@@ -42,6 +44,7 @@ struct Params {
   SharedLayout shared;
   // Of the prefill plan.
   uint8_t* gathered;     // token tiles, gather_kernel.cuh
+  uint2* row_info;       // DOWN: output slot and routing weight of a column of the token blocks
   int32_t* items_taken;  // beyond the first of each block of threads
   int tile_row_bytes;    // of one token in one record: 128 codes and its scales
   PrefillShared prefill;

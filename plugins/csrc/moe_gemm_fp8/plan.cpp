@@ -103,7 +103,8 @@ bool can_prefill(const gptoss_trt_moe_gemm_args& args) {
 
 bool is_prefill(const gptoss_trt_moe_gemm_args& args, int tokens) {
   if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO) return args.plan == GPTOSS_TRT_MOE_PLAN_PREFILL;
-  return rows(args, tokens) > static_cast<uint64_t>(kPrefillRows) * args.experts &&
+  return tokens > kMostDecodeTokens &&
+         rows(args, tokens) >= static_cast<uint64_t>(kPrefillRows) * args.experts &&
          can_prefill(args);
 }
 
@@ -111,7 +112,7 @@ bool is_prefill(const gptoss_trt_moe_gemm_args& args, int tokens) {
 int most_tokens_elsewhere(const gptoss_trt_moe_gemm_args& args, int most) {
   if (!is_prefill(args, most)) return most;
   if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO) return 0;
-  return kPrefillRows * args.experts / args.top_k;
+  return std::max(kMostDecodeTokens, (kPrefillRows * args.experts - 1) / args.top_k);
 }
 
 }  // namespace
@@ -171,6 +172,7 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
   layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
   layout.partials = take(partials);
   layout.items_taken = take(prefills ? sizeof(int32_t) : 0);
+  layout.row_info = take(prefills && !quantises ? gathered_rows * 2 * sizeof(int32_t) : 0);
   layout.gathered = take(prefills ? gathered_rows * records(args.k) * tile_row_bytes(args) : 0);
   layout.total_bytes = end;
   return layout;

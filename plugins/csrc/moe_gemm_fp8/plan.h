@@ -51,15 +51,17 @@ constexpr int kPrefillMaxStages = 8;
 // GATE_UP finishes 4 strips, 128 channels of h, at a time: the most that share a scale.
 constexpr int kPrefillChannels = 128;
 constexpr int kPrefillValuePitch = kPrefillChannels + 4;  // floats; other rows, other banks
-// AUTO takes the prefill plan above this many rows an expert on average.
+// AUTO takes the prefill plan from this many rows an expert on average and behind this many tokens,
+// which decode batches do not exceed (measured: below, it is slower by up to a half).
 constexpr int kPrefillRows = 32;
+constexpr int kMostDecodeTokens = 256;
 
 // Byte offsets into the block's dynamic shared memory, prefill plan.
 struct PrefillShared {
   int barriers;  // full and empty [kPrefillMaxStages]
   int items;     // item of each stage, and of the values: 16 bytes each
   int tables;    // i32 [3][E + 1]: rows, token blocks, columns of token blocks before an expert
-  int row_info;  // DOWN, [kPrefillConsumers][2][kPrefillBlock]: output slots, routing weights
+  int row_info;  // DOWN, [kPrefillConsumers][kPrefillBlock]: output slot and routing weight
   int values;    // GATE_UP, f32 [kPrefillBlock][kPrefillValuePitch]: h of an item
   int ring;      // [stages]: token tile, then a record of each warpgroup's strip
   int record_offset;
@@ -88,6 +90,7 @@ struct WorkspaceLayout {
   uint64_t h_values;     // f32 [P, n / 2] before quantisation
   uint64_t partials;     // f32 [token blocks][strips][k_split][64 x token block]
   uint64_t items_taken;  // i32, prefill
+  uint64_t row_info;     // prefill DOWN
   uint64_t gathered;     // token tiles, prefill
   uint64_t total_bytes;
 };

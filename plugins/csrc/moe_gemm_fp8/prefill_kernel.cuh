@@ -1,8 +1,9 @@
 // The prefill plan of moe_gemm_fp8. Two warpgroups take a strip of weights each and share a block
 // of up to 128 tokens: a strip's record is expanded in registers (M operand) once for all of them.
-// One thread brings token tiles (gather_kernel.cuh) and records through a ring in shared memory.
-// While the instructions of a record run, a warpgroup expands the next one; while one warpgroup
-// adds its products to their sums, the other's instructions run.
+// One thread brings token tiles (gather_kernel.cuh) and records through a ring in shared memory;
+// the other three warps of its warpgroup quantise h while the next item is multiplied.
+// While the instructions of a record run, a warpgroup expands the next one; while the second half
+// of the tokens is multiplied, the first is added to its sums.
 //
 // Invariant: a result depends on its own row of x and its expert's weights only: records are added
 // in their order, whatever the block's size and whoever computes it.
@@ -23,18 +24,18 @@ namespace gptoss::moe {
 
 __constant__ constexpr CodeTable kPrefillCodes = make_code_table();
 
-constexpr int kItemBarrier = 1;    // named barrier of all consumers
-constexpr int kOrderBarrier = 2;   // of warpgroup w's turn: kOrderBarrier + w
-constexpr int kWarpgroupTurn = 4;  // of warpgroup w alone: kWarpgroupTurn + w
+// Named barriers.
+constexpr int kValuesFree = 1;   // quantisers have read the values in shared memory
+constexpr int kValuesFull = 2;   // consumers have written them
+constexpr int kRowsBarrier = 3;  // of warpgroup w alone: kRowsBarrier + w
 constexpr int kStageBarrierBytes = 8;
+
+constexpr int kQuantisers = 3;  // warps
+constexpr int kValuesThreads = kPrefillConsumerThreads + kQuantisers * 32;
 
 // A launch of kPrefillThreads gets 168 registers a thread: 256 x 224 + 128 x 56 are as many.
 constexpr int kPrefillConsumerRegisters = 224;
 constexpr int kPrefillProducerRegisters = 56;
-
-#ifndef GPTOSS_PREFILL_ORDERED
-#define GPTOSS_PREFILL_ORDERED 1
-#endif
 
 // Views of the block's shared memory.
 struct PrefillMemory {
@@ -46,12 +47,11 @@ struct PrefillMemory {
   __device__ uint32_t empty() const { return full() + kPrefillMaxStages * kStageBarrierBytes; }
   __device__ uint32_t ring() const { return shared_address(base + at.ring); }
   __device__ PrefillItem* items() const { return reinterpret_cast<PrefillItem*>(base + at.items); }
+  // Whose values are in shared memory: behind the stages' items.
+  __device__ PrefillItem* quantised_item() const { return items() + kPrefillMaxStages; }
   __device__ int32_t* tables() const { return reinterpret_cast<int32_t*>(base + at.tables); }
-  __device__ int32_t* slots(int warpgroup) const {
-    return reinterpret_cast<int32_t*>(base + at.row_info) + warpgroup * 2 * kPrefillBlock;
-  }
-  __device__ float* weights(int warpgroup) const {
-    return reinterpret_cast<float*>(slots(warpgroup) + kPrefillBlock);
+  __device__ uint2* row_info(int warpgroup) const {
+    return reinterpret_cast<uint2*>(base + at.row_info) + warpgroup * kPrefillBlock;
   }
   __device__ float* values() const { return reinterpret_cast<float*>(base + at.values); }
 };
@@ -78,6 +78,7 @@ class PrefillMultiplier {
         memory_(memory),
         lane_(lane),
         reader_(lane.thread),
+        table_(memory.table),
         record_(
             keep_in_register(memory.at.record_offset + lane.warpgroup * memory.at.record_pitch)) {}
 
@@ -96,11 +97,34 @@ class PrefillMultiplier {
   }
 
  private:
+  // Columns of one instruction: where a warpgroup has two halves of a block, one runs while the
+  // other is added to its sums.
+  static constexpr int kParts = kTokens == kPrefillBlock ? 2 : 1;
+  static constexpr int kColumns = kTokens / kParts;
+  static constexpr int kTurns = kScale64 ? 2 : 1;  // scales of a token in a record
+  static constexpr int kTogether = kInstructionsPerRecord / kTurns;
   static constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   static constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
+  // FP8 fragments need no expansion, and two sets of them more registers than there are.
+  static constexpr bool kEarlyFetch = kStorage == Storage::kMxfp4;
+  using Accumulators = float[kParts][kColumns / 2];
+
+  // Of the record whose instructions run.
+  struct Record {
+    int stage;
+    uint32_t tile;
+    float weight_scale;
+  };
 
   __device__ __forceinline__ uint32_t stage_address(int stage) const {
     return lane_.ring + stage * memory_.at.stage_bytes;
+  }
+
+  __device__ __forceinline__ Record next_record() {
+    const Record record = {lane_.position.stage, stage_address(lane_.position.stage),
+                           weight_scale_};
+    lane_.position.step(memory_.at.stages);
+    return record;
   }
 
   // Waits for the stage at lane_.position and expands this warpgroup's record.
@@ -108,81 +132,81 @@ class PrefillMultiplier {
     barrier_wait(lane_.full + lane_.position.stage * kStageBarrierBytes, lane_.position.parity);
     const uint32_t record = stage_address(lane_.position.stage) + record_;
     weight_scale_ = load_shared_f32(record);
-    const auto raw = reader_.fetch(record, memory_.table, second_half);
-    WeightReader<kStorage>::expand(raw, memory_.table, a);
+    const auto raw = reader_.fetch(record, table_, second_half);
+    WeightReader<kStorage>::expand(raw, table_, a);
+  }
+
+  // Starts the instructions of one part and turn.
+  __device__ __forceinline__ void issue(Accumulators& acc, Fragments& a, uint32_t tile, int part,
+                                        int turn) {
+    const uint64_t tokens = wgmma_descriptor(tile + part * kColumns * 16, kChunkStride, kCoreBytes);
+    wgmma_operands_ready(a);
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int at = turn * kTogether + i;
+      wgmma_e4m3<kColumns>(acc[part], a[at], tokens + at * kInstructionStep, i);
+    }
+    wgmma_commit();
+  }
+
+  // Waits for the oldest part (of `kRunning` that were started) and adds it to its sums.
+  template <int kRunning>
+  __device__ __forceinline__ void add(Accumulators& acc, const Record& record, int part, int turn,
+                                      float (&sum)[kTokens / 2]) {
+    float4 scale[kColumns / 16];
+    const uint32_t row = record.tile + kTokens * kRecordColumns + turn * kTokens * 4 +
+                         part * kColumns * 4 + lane_.thread % 4 * 16;
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j) scale[j] = load_shared_f128(row + j * 64);
+    wgmma_wait<kRunning - 1>();
+    wgmma_settle(acc[part]);
+#pragma unroll
+    for (int j = 0; j < kColumns / 16; ++j) {
+      const float scales[4] = {record.weight_scale * scale[j].x, record.weight_scale * scale[j].y,
+                               record.weight_scale * scale[j].z, record.weight_scale * scale[j].w};
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const int at = part * kColumns / 2 + 8 * j + i;
+        sum[at] = fmaf(acc[part][8 * j + i], scales[i / 4 * 2 + i % 2], sum[at]);
+      }
+    }
+    // Added here, while the next part runs, and not behind its wait.
+#pragma unroll
+    for (int i = 0; i < kColumns / 2; ++i) {
+      asm volatile("" : "+f"(sum[part * kColumns / 2 + i])::"memory");
+    }
+  }
+
+  __device__ __forceinline__ void release(int stage) {
+    __syncwarp();
+    if (lane_.thread % 32 == 0) barrier_arrive(lane_.empty + stage * kStageBarrierBytes);
   }
 
   // The record in `a`, of the stage at lane_.position, `left` before the strip's last; expands the
   // next one into `next`.
   __device__ __forceinline__ void multiply(Fragments& a, Fragments& next, int left,
                                            float (&sum)[kTokens / 2]) {
-    const int stage = lane_.position.stage;
-    const uint32_t tile = stage_address(stage);
-    const float weight_scale = weight_scale_;
-    const WgmmaDescriptor tokens(tile, kChunkStride, kCoreBytes);
-    const uint32_t scales = tile + kTokens * kRecordColumns + lane_.thread % 4 * 16;
-    lane_.position.step(memory_.at.stages);
-    constexpr int kTogether = kScale64 ? kInstructionsPerHalf : kInstructionsPerRecord;
-    wgmma_operands_ready(a);
+    const Record record = next_record();
 #pragma unroll
-    for (int first = 0; first < kInstructionsPerRecord; first += kTogether) {
-      float acc[kTokens / 2];
-      if (kOrdered) named_barrier_sync(kOrderBarrier + lane_.warpgroup, kPrefillConsumerThreads);
-      wgmma_fence();
+    for (int turn = 0; turn < kTurns; ++turn) {
+      Accumulators acc;
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        wgmma_e4m3<kTokens>(acc, a[first + i], tokens.moved((first + i) * kInstructionStep), i);
-      }
-      wgmma_commit();
-      if (kOrdered) {
-        named_barrier_arrive(kOrderBarrier + (lane_.warpgroup ^ 1), kPrefillConsumerThreads);
-      }
-      if (kEarlyFetch && first == 0 && left > 0) {
-        fetch(next, left > 1 || p_.tail_halves == 2);
-      }
-      // Half of the scales before the wait: all would be more registers than there are.
-      constexpr int kQuads = kTokens / 16, kEarly = kQuads > 4 ? kQuads / 2 : kQuads;
-      const uint32_t row = scales + first / kTogether * kTokens * 4;
-      float4 scale[kQuads];
-#pragma unroll
-      for (int j = 0; j < kEarly; ++j) scale[j] = load_shared_f128(row + j * 64);
-      wgmma_wait_all();
-      wgmma_settle(acc);
-      wgmma_operands_ready(a);  // read until the wait: nothing may take these registers
-#pragma unroll
-      for (int j = kEarly; j < kQuads; ++j) scale[j] = load_shared_f128(row + j * 64);
-      promote(acc, scale, weight_scale, sum);
-      if (first + kTogether == kInstructionsPerRecord) {
-        if (!kEarlyFetch && left > 0) fetch(next, left > 1 || p_.tail_halves == 2);
-        __syncwarp();
-        if (lane_.thread % 32 == 0) barrier_arrive(lane_.empty + stage * kStageBarrierBytes);
-      }
+      for (int part = 0; part < kParts; ++part) issue(acc, a, record.tile, part, turn);
+      if (kEarlyFetch && turn == 0 && left > 0) fetch(next, left > 1 || p_.tail_halves == 2);
+      add<kParts>(acc, record, 0, turn, sum);
+      if constexpr (kParts == 2) add<1>(acc, record, 1, turn, sum);
     }
+    wgmma_operands_ready(a);  // read until the wait: nothing may take these registers
+    release(record.stage);
+    if (!kEarlyFetch && left > 0) fetch(next, left > 1 || p_.tail_halves == 2);
   }
-
-  static __device__ __forceinline__ void promote(const float (&acc)[kTokens / 2],
-                                                 const float4 (&scale)[kTokens / 16],
-                                                 float weight_scale, float (&sum)[kTokens / 2]) {
-#pragma unroll
-    for (int j = 0; j < kTokens / 16; ++j) {
-      const float scales[4] = {weight_scale * scale[j].x, weight_scale * scale[j].y,
-                               weight_scale * scale[j].z, weight_scale * scale[j].w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int at = 8 * j + i;
-        sum[at] = fmaf(acc[at], scales[i / 4 * 2 + i % 2], sum[at]);
-      }
-    }
-  }
-
-  // FP8 fragments need no expansion, and two sets of them more registers than there are.
-  static constexpr bool kEarlyFetch = kStorage == Storage::kMxfp4;
-  static constexpr bool kOrdered = GPTOSS_PREFILL_ORDERED && kTokens >= 96;
 
   const Params& p_;
   const PrefillMemory& memory_;
   PrefillLane& lane_;
   WeightReader<kStorage> reader_;
+  KeptTable table_;
   uint32_t record_;
   float weight_scale_ = 0.0f;
 };
@@ -229,62 +253,85 @@ __device__ __forceinline__ float divide(float a, float b, float reciprocal) {
 // Below it 1 / scale is not normal; h is then as good as zero.
 constexpr float kLeastScale = 0x1p-120f;
 
-// A warp a token: scale of its channels and their codes.
+// Eight lanes a token: scales of its channels and their codes. A lane has four channels of every
+// 32, so that a group of 64 is two of its quads in all eight lanes.
 __device__ __forceinline__ void quantise_values(const Params& p, const float* values,
-                                                const PrefillItem& item, int thread) {
-  const int lane = thread % 32;
+                                                const PrefillItem& item, int warp) {
+  constexpr int kQuads = kPrefillChannels / 32;
+  const int lane = threadIdx.x % 32, inside = lane % 8;
   const int channels = p.n / 2;
-  const int channel = item.group * kPrefillChannels + lane * 4;
-  const bool present = channel < channels;
-#pragma unroll 2
-  for (int token = thread / 32; token < item.rows; token += kPrefillConsumerThreads / 32) {
-    float4 h = *reinterpret_cast<const float4*>(values + token * kPrefillValuePitch + lane * 4);
-    if (!present) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const int64_t row = item.first_row + token;
-    float scale = kStaticScale;
-    if (p.scale_group != 0) {
-      float amax = fmaxf(fmaxf(fabsf(h.x), fabsf(h.y)), fmaxf(fabsf(h.z), fabsf(h.w)));
+  const int channel = item.group * kPrefillChannels + inside * 4;
+  for (int token = warp * 4 + lane / 8; token - lane / 8 < item.rows; token += kQuantisers * 4) {
+    const float* source = values + token * kPrefillValuePitch + inside * 4;
+    float4 h[kQuads];
+    float amax[2] = {0.0f, 0.0f};
 #pragma unroll
-      for (int step = 1; step < 16; step *= 2) {
-        amax = fmaxf(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, step));
+    for (int i = 0; i < kQuads; ++i) {
+      h[i] = *reinterpret_cast<const float4*>(source + 32 * i);
+      if (channel + 32 * i >= channels) h[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      amax[i / 2] = fmaxf(amax[i / 2], fmaxf(fmaxf(fabsf(h[i].x), fabsf(h[i].y)),
+                                             fmaxf(fabsf(h[i].z), fabsf(h[i].w))));
+    }
+    const bool present = token < item.rows;
+    const int64_t row = item.first + token;
+    float scale[2] = {kStaticScale, kStaticScale};
+    if (p.scale_group != 0) {
+#pragma unroll
+      for (int step = 1; step < 8; step *= 2) {
+        amax[0] = fmaxf(amax[0], __shfl_xor_sync(0xFFFFFFFFu, amax[0], step));
+        amax[1] = fmaxf(amax[1], __shfl_xor_sync(0xFFFFFFFFu, amax[1], step));
       }
-      const float other = __shfl_xor_sync(0xFFFFFFFFu, amax, 16);
-      if (p.scale_group == kPrefillChannels) amax = fmaxf(amax, other);
-      scale = divide(amax, kE4m3Max, 1.0f / kE4m3Max);
-      if (scale < kLeastScale) scale = 1.0f;
-      if (present && lane * 4 % p.scale_group == 0) {
-        p.out_scale[static_cast<int64_t>(channel / p.scale_group) * p.rows + row] = scale;
+      if (p.scale_group == kPrefillChannels) amax[0] = amax[1] = fmaxf(amax[0], amax[1]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        scale[half] = divide(amax[half], kE4m3Max, 1.0f / kE4m3Max);
+        if (scale[half] < kLeastScale) scale[half] = 1.0f;
+      }
+      const int group = item.group * (kPrefillChannels / p.scale_group) + inside;
+      if (present && inside < kPrefillChannels / p.scale_group &&
+          group * p.scale_group < channels) {
+        p.out_scale[static_cast<int64_t>(group) * p.rows + row] = inside == 0 ? scale[0] : scale[1];
       }
     }
-    const float reciprocal = approximate_reciprocal(scale);
-    const uint32_t codes = to_e4m3(divide(h.x, scale, reciprocal)) |
-                           to_e4m3(divide(h.y, scale, reciprocal)) << 8 |
-                           to_e4m3(divide(h.z, scale, reciprocal)) << 16 |
-                           to_e4m3(divide(h.w, scale, reciprocal)) << 24;
-    if (present) {
-      *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + row * channels + channel) = codes;
+    const float reciprocal[2] = {approximate_reciprocal(scale[0]),
+                                 approximate_reciprocal(scale[1])};
+    uint8_t* out = static_cast<uint8_t*>(p.out) + row * channels + channel;
+#pragma unroll
+    for (int i = 0; i < kQuads; ++i) {
+      const float by = scale[i / 2], inverse = reciprocal[i / 2];
+      const uint32_t codes =
+          to_e4m3(divide(h[i].x, by, inverse)) | to_e4m3(divide(h[i].y, by, inverse)) << 8 |
+          to_e4m3(divide(h[i].z, by, inverse)) << 16 | to_e4m3(divide(h[i].w, by, inverse)) << 24;
+      if (present && channel + 32 * i < channels) {
+        *reinterpret_cast<uint32_t*>(out + 32 * i) = codes;
+      }
     }
   }
 }
 
-template <int kTokens>
-__device__ __forceinline__ void store_rows(const Params& p, const PrefillMemory& memory,
-                                           const PrefillItem& item, int warpgroup, int thread,
-                                           int channel, uint32_t bias,
+template <int kTokens, bool kFp32>
+__device__ __forceinline__ void store_rows(const Params& p, const uint2* rows, int count,
+                                           int thread, int channel, uint32_t bias,
                                            const float (&sum)[kTokens / 2]) {
-  if (channel >= p.n) return;
-  const int32_t* slots = memory.slots(warpgroup);
-  const float* weights = memory.weights(warpgroup);
   const float low_bias = __uint_as_float(bias << 16);
   const float high_bias = __uint_as_float(bias & 0xFFFF0000u);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
+    const int token = 8 * j + thread % 4 * 2;
+    const uint4 pair = *reinterpret_cast<const uint4*>(rows + token);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int token = 8 * j + thread % 4 * 2 + c;
-      if (token >= item.rows) continue;
-      store_pair(p, slots[token], channel, weights[token], sum[4 * j + c] + low_bias,
-                 sum[4 * j + 2 + c] + high_bias);
+      const int64_t at = static_cast<int64_t>(c == 0 ? pair.x : pair.z) * p.n + channel;
+      const float weight = __uint_as_float(c == 0 ? pair.y : pair.w);
+      const float low = weight * (sum[4 * j + c] + low_bias);
+      const float high = weight * (sum[4 * j + 2 + c] + high_bias);
+      if (token + c >= count) continue;
+      if constexpr (kFp32) {
+        *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = make_float2(low, high);
+      } else {
+        *reinterpret_cast<__nv_bfloat162*>(static_cast<__nv_bfloat16*>(p.out) + at) =
+            __floats2bfloat162_rn(low, high);
+      }
     }
   }
 }
@@ -295,13 +342,8 @@ __device__ __forceinline__ void consume_item(const Params& p, const PrefillMemor
   using Group = StripGroup<is_gate_up(kKind)>;
   const int warpgroup = lane.warpgroup, thread = lane.thread;
   PrefillMultiplier<kStorage, kKind == Kind::kDownPer64, kTokens> multiplier(p, memory, lane);
-  if constexpr (!is_gate_up(kKind)) {
-    // Read by this warpgroup alone, behind the barrier at the end of the products.
-    named_barrier_sync(kWarpgroupTurn + warpgroup, 128);
-    const int slot = thread < item.rows ? __ldg(p.row_slots + item.first_row + thread) : 0;
-    memory.slots(warpgroup)[thread] = slot;
-    memory.weights(warpgroup)[thread] = __ldg(p.expert_weights + slot);
-  }
+  uint2 row_info{};  // output slot and routing weight; asked for now, needed behind the products
+  if constexpr (!is_gate_up(kKind)) row_info = __ldg(p.row_info + item.first + thread);
   const int passes = Group::passes(p, item.group);
 #pragma unroll 1
   for (int pass = 0; pass < passes; ++pass) {
@@ -311,17 +353,23 @@ __device__ __forceinline__ void consume_item(const Params& p, const PrefillMemor
     float sum[kTokens / 2];
     multiplier.run(sum);
     if constexpr (is_gate_up(kKind)) {
-      // The last item's values have been read.
-      if (pass == 0) named_barrier_sync(kItemBarrier, kPrefillConsumerThreads);
+      if (pass == 0) named_barrier_sync(kValuesFree, kValuesThreads);
       keep_values<kTokens>(p, memory.values(), strip_of_group, thread, bias, sum);
     } else {
-      named_barrier_sync(kWarpgroupTurn + warpgroup, 128);
-      store_rows<kTokens>(p, memory, item, warpgroup, thread, row, bias, sum);
+      uint2* rows = memory.row_info(warpgroup);
+      named_barrier_sync(kRowsBarrier + warpgroup, 128);  // the last item's have been read
+      rows[thread] = row_info;
+      named_barrier_sync(kRowsBarrier + warpgroup, 128);
+      if (row < p.n && p.out_fp32) {
+        store_rows<kTokens, true>(p, rows, item.rows, thread, row, bias, sum);
+      } else if (row < p.n) {
+        store_rows<kTokens, false>(p, rows, item.rows, thread, row, bias, sum);
+      }
     }
   }
   if constexpr (is_gate_up(kKind)) {
-    named_barrier_sync(kItemBarrier, kPrefillConsumerThreads);
-    quantise_values(p, memory.values(), item, threadIdx.x);
+    if (threadIdx.x == 0) *memory.quantised_item() = item;
+    named_barrier_arrive(kValuesFull, kValuesThreads);
   }
 }
 
@@ -346,10 +394,12 @@ __device__ __forceinline__ void produce_items(const Params& p, const PrefillMemo
     PrefillItem item;
     item.expert = expert;
     item.group = inside / blocks;
-    item.first_row = tables.rows_before[expert] + block * kPrefillBlock;
-    item.rows = min(tables.rows_before[expert + 1] - item.first_row, kPrefillBlock);
+    const int first_row = tables.rows_before[expert] + block * kPrefillBlock;
+    const int first_column = tables.columns_before[expert] + block * kPrefillBlock;
+    item.first = kGateUp ? first_row : first_column;
+    item.rows = min(tables.rows_before[expert + 1] - first_row, kPrefillBlock);
     const uint32_t tile_bytes = block_columns(item.rows) * p.tile_row_bytes;
-    const int64_t columns_before = tables.columns_before[expert] + block * kPrefillBlock;
+    const int64_t columns_before = first_column;
     const uint8_t* tiles = p.gathered + columns_before * p.records * p.tile_row_bytes;
     const int first_strip = item.group * Group::kStrips;
     const int last_strip = min(p.strips, first_strip + Group::kStrips);
@@ -392,11 +442,9 @@ __device__ __forceinline__ void consume_items(const Params& p, const PrefillMemo
   PrefillLane lane;
   lane.warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   lane.thread = threadIdx.x % 128;
-  lane.full = keep_in_register(memory.full());
-  lane.empty = keep_in_register(memory.empty());
-  lane.ring = keep_in_register(memory.ring());
-  // Warpgroup 0 has the first turn.
-  if (lane.warpgroup == 1) named_barrier_arrive(kOrderBarrier, kPrefillConsumerThreads);
+  lane.full = memory.full();
+  lane.empty = memory.empty();
+  lane.ring = memory.ring();
   for (;;) {
     barrier_wait(lane.full + lane.position.stage * kStageBarrierBytes, lane.position.parity);
     const PrefillItem item = memory.items()[lane.position.stage];
@@ -418,7 +466,22 @@ __device__ __forceinline__ void consume_items(const Params& p, const PrefillMemo
         consume_item<kStorage, kKind, kPrefillBlock>(p, memory, item, lane);
     }
   }
-  if (lane.warpgroup == 0) named_barrier_sync(kOrderBarrier, kPrefillConsumerThreads);
+  if constexpr (is_gate_up(kKind)) {
+    named_barrier_sync(kValuesFree, kValuesThreads);
+    if (threadIdx.x == 0) memory.quantised_item()->expert = -1;
+    named_barrier_arrive(kValuesFull, kValuesThreads);
+  }
+}
+
+__device__ __forceinline__ void quantise_items(const Params& p, const PrefillMemory& memory,
+                                               int warp) {
+  for (;;) {
+    named_barrier_arrive(kValuesFree, kValuesThreads);
+    named_barrier_sync(kValuesFull, kValuesThreads);
+    const PrefillItem item = *memory.quantised_item();
+    if (item.expert < 0) return;
+    quantise_values(p, memory.values(), item, warp);
+  }
 }
 
 template <Storage kStorage, Kind kKind>
@@ -441,8 +504,11 @@ __global__ void __launch_bounds__(kPrefillThreads, 1)
   ExpertTables(memory.tables(), p.experts).fill(p);
   if (threadIdx.x >= kPrefillConsumerThreads) {
     registers_release<kPrefillProducerRegisters>();
+    const int warp = threadIdx.x / 32 - kPrefillConsumerThreads / 32;
     if (threadIdx.x == kPrefillConsumerThreads) {
       produce_items<kStorage, is_gate_up(kKind)>(p, memory);
+    } else if (is_gate_up(kKind) && warp > 0) {
+      quantise_items(p, memory, warp - 1);
     }
   } else {
     registers_claim<kPrefillConsumerRegisters>();

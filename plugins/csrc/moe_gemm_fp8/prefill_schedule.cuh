@@ -64,9 +64,9 @@ struct ExpertTables {
 
 // What the producer tells the consumers with an item's first stage.
 struct __align__(16) PrefillItem {
-  int expert;     // negative: no more items
-  int first_row;  // sorted row of its first token
-  int rows;       // 1 to kPrefillBlock
+  int expert;  // negative: no more items
+  int first;   // GATE_UP: sorted row of its first token; DOWN: its first column in row_info
+  int rows;    // 1 to kPrefillBlock
   int group;
 };
 

@@ -30,6 +30,26 @@ struct ReaderTable {
   }
 };
 
+// The same by an address in a register: where the compiler would otherwise find it out anew for
+// every record, with a special register's latency ahead of the look-up.
+struct KeptTable {
+  uint32_t rows;
+  uint32_t zeros;
+
+  __device__ __forceinline__ explicit KeptTable(const ReaderTable& table)
+      : rows(keep_in_register(shared_address(table.rows))),
+        zeros(rows + kTableRows * sizeof(ReaderTable::Row)) {}
+
+  __device__ __forceinline__ uint2 codes(uint32_t offset) const {
+    return load_shared_u64(rows + offset);
+  }
+};
+
+__device__ __forceinline__ uint32_t zeros_address(const ReaderTable& table) {
+  return shared_address(&table.zeros);
+}
+__device__ __forceinline__ uint32_t zeros_address(const KeptTable& table) { return table.zeros; }
+
 template <Storage kStorage>
 struct WeightReader;
 
@@ -48,7 +68,8 @@ struct WeightReader<Storage::kMxfp4> {
 
   // Called by every thread of a warpgroup. Absent halves give zero weights: zero nibbles are code 0
   // in every row of the table, so a stale shift does no harm.
-  __device__ __forceinline__ Raw fetch(uint32_t record, const ReaderTable& table,
+  template <class Table>
+  __device__ __forceinline__ Raw fetch(uint32_t record, const Table& table,
                                        bool second_half) const {
     constexpr int kHalf = half_bytes(Storage::kMxfp4);
     const uint32_t nibbles = record + nibbles_;
@@ -57,12 +78,12 @@ struct WeightReader<Storage::kMxfp4> {
     raw.shifts[0] = load_shared_u8(shifts);
     raw.shifts[1] = load_shared_u8(shifts + kHalf);
     raw.words[0] = load_shared_u128(nibbles);
-    raw.words[1] = load_shared_u128(second_half ? nibbles + kHalf : shared_address(&table.zeros));
+    raw.words[1] = load_shared_u128(second_half ? nibbles + kHalf : zeros_address(table));
     return raw;
   }
 
-  static __device__ __forceinline__ void expand(const Raw& raw, const ReaderTable& table,
-                                                Fragments& a) {
+  template <class Table>
+  static __device__ __forceinline__ void expand(const Raw& raw, const Table& table, Fragments& a) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const uint2 low = table.codes((raw.shifts[half] << 4) & 0xF0);
@@ -97,10 +118,11 @@ struct WeightReader<Storage::kFp8> {
   __device__ __forceinline__ explicit WeightReader(int thread)
       : fragments_(keep_in_register(kHeaderBytes + thread * 16)) {}
 
-  __device__ __forceinline__ Raw fetch(uint32_t record, const ReaderTable& table,
+  template <class Table>
+  __device__ __forceinline__ Raw fetch(uint32_t record, const Table& table,
                                        bool second_half) const {
     constexpr int kRunBytes = half_bytes(Storage::kFp8) / kInstructionsPerHalf;
-    const uint32_t zeros = shared_address(&table.zeros);
+    const uint32_t zeros = zeros_address(table);
     Raw raw;
 #pragma unroll
     for (int i = 0; i < kInstructionsPerRecord; ++i) {
@@ -110,7 +132,8 @@ struct WeightReader<Storage::kFp8> {
     return raw;
   }
 
-  static __device__ __forceinline__ void expand(const Raw& raw, const ReaderTable&, Fragments& a) {
+  template <class Table>
+  static __device__ __forceinline__ void expand(const Raw& raw, const Table&, Fragments& a) {
 #pragma unroll
     for (int i = 0; i < kInstructionsPerRecord; ++i) {
       a[i][0] = raw.words[i].x;
