@@ -138,9 +138,11 @@ class Bench:
         assert used["full"]["used"] == used["window"]["used"] == 0
         return self
 
-    def answers(self) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str]]:
+    def answers(self) -> tuple[dict[tuple[str, int], list[int]], dict[tuple[str, int], str], dict[str, object]]:
+        """Tokens and ends of all sequences, log-probabilities of the prompts."""
         words = {place: end.reason if isinstance(end, Finished) else end.code for place, end in self.ends.items()}
-        return self.ids, words
+        ends = {name: end for (name, _), end in self.ends.items() if isinstance(end, Finished)}
+        return self.ids, words, {name: end.prompt_logprobs for name, end in ends.items() if end.prompt_logprobs}
 
 
 def both(load: Any, **fields: Any) -> tuple[Bench, Bench]:
@@ -164,7 +166,13 @@ def various(bench: Bench, *, plain: bool) -> None:
     rng = random.Random(11)
     for number in range(40):
         temperature = rng.choice((0.0, 0.7, 1.5))
-        extra = {} if plain else rng.choice(({}, {}, {}, {}, {}, {}, {"logprobs": 1}, {"bad_sequences": ((5,),)}))
+        extra = (
+            {}
+            if plain
+            else rng.choice(
+                ({}, {}, {}, {}, {}, {}, {"logprobs": 1}, {"bad_sequences": ((5,),)}, {"prompt_logprobs": 1})
+            )
+        )
         top_p = 1.0 if plain else rng.choice((1.0,) * 9 + (0.9,))
         bench.submit(
             f"r{number}", prompt(rng), rng.randrange(1, 40), n=rng.choice((1, 1, 3)), cache_salt=rng.choice("ab"),
@@ -183,6 +191,7 @@ def test_the_same_tokens_as_in_series(plain: bool, kv_bytes: int, prefix_cache: 
     assert ahead.model.most == 2 and ahead.model.fed > (60 if plain else 5)
     reasons = set(ahead.answers()[1].values())
     assert reasons == {"stop", "length"}
+    assert plain or ahead.answers()[2]  # prompts' log-probabilities were compared too
     if kv_bytes < 5_000:
         assert ahead.core.stats()["counters"]["preemptions"] > 0
         assert serial.core.stats()["counters"]["preemptions"] > 0
