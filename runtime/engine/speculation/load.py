@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from gptoss_trt.runtime.model import GptOssModel
 
 
-LEAST_PASS = 0.05  # times of a step of one row that any pass takes: launches and copies, however small the drafter
+LEAST_PASS = 0.1  # times of a step of one row that any pass takes: launches and copies, however small the drafter
 
 
 class TappedHead(NamedTuple):
