@@ -58,7 +58,7 @@ class BuildOptions:
     experts: Experts | None = None
     dense: Dense = "bf16"
     kv: Kv = "bf16"
-    h_scale: HScale = "block128"
+    h_scale: HScale = "static"
     mapping: ParallelMapping = field(default_factory=ParallelMapping)
     force: bool = False
     workers: int | None = None

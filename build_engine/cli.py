@@ -74,7 +74,7 @@ CHECKPOINT is a folder with config.json and safetensors in any of these layouts:
 @click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16", show_default=True,
               help="Storage of attention projections and lm head.")  # fmt: skip
 @click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16", show_default=True, help="KV cache format.")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="block128", show_default=True,
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static", show_default=True,
               help="Scales of the activations between the two expert products.")  # fmt: skip
 @click.option("--tp", type=int, default=1, show_default=True, help=f"Tensor-parallel ranks of a DP group: {_SIZES}.")
 @click.option("--ep", type=int, default=1, show_default=True, help=f"Expert-parallel groups of the world: {_SIZES}.")

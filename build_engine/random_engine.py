@@ -39,7 +39,7 @@ Example:
 @click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
 @click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
 @click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="block128")
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
 @click.option("--layers", type=click.IntRange(1, 256), help="Layers, instead of the model's.")
 @click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0)
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")

@@ -87,7 +87,7 @@ class Formats:
     experts: Experts = "mxfp4"
     dense: Dense = "bf16"
     kv: Kv = "bf16"
-    h_scale: HScale = "block128"
+    h_scale: HScale = "static"
     weight_layout: WeightLayout = "plain"
 
     def __post_init__(self) -> None:

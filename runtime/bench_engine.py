@@ -99,7 +99,7 @@ class Options:
 @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), help="An engine directory instead.")
 @click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
 @click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="block128")
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
 @click.option("--layers", type=click.IntRange(1, 256), help="Layers of a random engine, instead of the model's.")
 @click.option(
     "--decode", "decode_cells", callback=_read_decode_cells, multiple=True, help="CONTEXT:BATCHES, as 1024:1,8."

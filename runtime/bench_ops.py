@@ -38,7 +38,7 @@ COPY_BYTES = 1 << 30  # of weights in all copies of a case; an H200 caches 60 MB
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-oss-20b")
 @click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
 @click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="block128")
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
 @click.option("--batch", callback=read_counts, default="1,8,64", help="Decode batches.")
 @click.option("--context", type=click.IntRange(1), default=1024, help="Keys of each sequence in decode.")
 @click.option("--prefill", callback=read_counts, help="Prompt lengths.")

@@ -43,7 +43,7 @@ class Architecture:
     swiglu_limit: float = 7.0
     swiglu_alpha: float = 1.702
     rms_norm_eps: float = 1e-5
-    h_scale: str = "block128"
+    h_scale: str = "static"
     quantise_dense: bool = False
 
 

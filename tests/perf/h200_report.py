@@ -1,0 +1,119 @@
+"""Tables and plots of the results file: `python tests/perf/h200_report.py [--plots FOLDER]`.
+
+Reads tests/perf/results/h200.jsonl (the last record of a cell counts) and vllm_h200.json beside it; prints Markdown
+tables, dense BF16 and FP8 apart, and with --plots writes share_of_bound.svg and speed_cost.svg (needs matplotlib).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+MODELS = ("gpt-oss-20b", "gpt-oss-120b")
+CONTEXTS, BATCHES, PROMPTS = ("1024", "8192"), ("1", "8", "32", "64", "128"), ("1024", "4096", "8192", "32768")
+DENSE = {"bf16": "dense BF16", "fp8_block128": "dense FP8"}
+Cells = dict[tuple[str, ...], dict[str, Any]]
+
+
+def cells(path: Path) -> Cells:
+    """The last record of each cell: (kind, dense, model, context, batch) or (kind, dense, model, tokens)."""
+    found: Cells = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        record = json.loads(line)
+        key = (record["kind"], record["dense"], record["model"], str(record["context"]))
+        found[(*key, str(record["batch"])) if record["kind"] == "decode" else key] = record
+    return found
+
+
+def rows(found: Cells, peer: dict[str, Any]) -> list[str]:
+    """Two Markdown tables."""
+    lines = ["| decode, tokens/s | batch 1 | 8 | 32 | 64 | 128 |", "|---|---|---|---|---|---|"]
+    for model in MODELS:
+        for context in CONTEXTS:
+            name = f"{model.removeprefix('gpt-oss-')}, {int(context) // 1024}k"
+            for dense, words in DENSE.items():
+                values = [found.get(("decode", dense, model, context, batch)) for batch in BATCHES]
+                if any(values):
+                    lines.append(_row(f"{name}, {words}", [_speed(value) for value in values]))
+            for key, words in (("decode_tok_s", "vLLM"), ("goal_decode_tok_s", "goal")):
+                lines.append(_row(words, [f"{peer[key][model][context][batch]:,}" for batch in BATCHES]))
+    lines += ["", "| prefill of one prompt, ms | 1,024 | 4,096 | 8,192 | 32,768 |", "|---|---|---|---|---|"]
+    for model in MODELS:
+        for dense, words in DENSE.items():
+            values = [found.get(("prefill", dense, model, tokens)) for tokens in PROMPTS]
+            if any(values):
+                lines.append(_row(f"{model.removeprefix('gpt-oss-')}, {words}", [_span(value) for value in values]))
+        for key, words in (("prefill_ms", "vLLM (best run)"), ("goal_prefill_ms", "goal")):
+            lines.append(_row(words, [f"{peer[key][model][tokens]:g}" for tokens in PROMPTS]))
+    return lines
+
+
+def _row(name: str, values: list[str]) -> str:
+    return f"| {name} | " + " | ".join(values) + " |"
+
+
+def _speed(record: dict[str, Any] | None) -> str:
+    return "" if record is None else f"{record['tok_s']:,.0f}"
+
+
+def _span(record: dict[str, Any] | None) -> str:
+    return "" if record is None else f"{record['ms']:.1f}"
+
+
+def plots(found: Cells, peer: dict[str, Any], folder: Path) -> None:
+    """share_of_bound.svg: share of each cell's own bound by batch; speed_cost.svg: tokens/s of one user against USD
+    for a million output tokens, vLLM's cells at the same price."""
+    import matplotlib.pyplot as plt
+
+    plt.rcParams.update({"svg.hashsalt": "gptoss-trt", "font.size": 9})
+    series = [(model, context, dense) for model in MODELS for context in CONTEXTS for dense in DENSE]
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    for model, context, dense in series:
+        keys = [(b, ("decode", dense, model, context, b)) for b in BATCHES]
+        points = [(int(b), found[key]["share_of_bound"]) for b, key in keys if key in found]
+        if points:
+            style = "-" if dense == "bf16" else "--"
+            axes.plot(*zip(*points, strict=True), style, marker="o", label=_label(model, context, dense))
+    axes.set(xscale="log", xticks=[int(b) for b in BATCHES], ylim=(0, 1), xlabel="batch", ylabel="share of the bound")
+    axes.set_xticklabels(BATCHES)
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "share_of_bound.svg", metadata={"Date": None})
+    figure, axes = plt.subplots(figsize=(6, 3.6))
+    price = next(r["usd_per_mtok"] * r["tok_s"] for r in found.values() if r["kind"] == "decode")
+    for model, color in zip(MODELS, ("tab:blue", "tab:orange"), strict=True):
+        for context, marker in zip(CONTEXTS, ("o", "s"), strict=True):
+            ours = [(b, found[k]["tok_s"]) for b in BATCHES if (k := ("decode", "bf16", model, context, b)) in found]
+            theirs = [(b, peer["decode_tok_s"][model][context][b]) for b in BATCHES]
+            for points, style, who in ((ours, "-", "gptoss-trt"), (theirs, ":", "vLLM")):
+                if points:
+                    x, y = zip(*((price / speed, speed / int(b)) for b, speed in points), strict=True)
+                    axes.plot(x, y, style, marker=marker, color=color, label=f"{who}, {_label(model, context, None)}")
+    axes.set(xscale="log", yscale="log", xlabel="USD for a million output tokens", ylabel="tokens/s of one user")
+    axes.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(folder / "speed_cost.svg", metadata={"Date": None})
+
+
+def _label(model: str, context: str, dense: str | None) -> str:
+    words = f"{model.removeprefix('gpt-oss-')} {int(context) // 1024}k"
+    return words if dense is None else f"{words}, {DENSE[dense]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
+    parser.add_argument("--results", type=Path, default=RESULTS / "h200.jsonl")
+    parser.add_argument("--plots", type=Path, help="folder for the two plots")
+    options = parser.parse_args()
+    found = cells(options.results)
+    peer = json.loads((RESULTS / "vllm_h200.json").read_text(encoding="utf-8"))
+    print("\n".join(rows(found, peer)))
+    if options.plots is not None:
+        plots(found, peer, options.plots)
+
+
+if __name__ == "__main__":
+    main()
