@@ -1,9 +1,9 @@
 """Cases of the expert product for GPU tests: weights, routing, poisoned outputs, and the format reference.
 
 The reference takes the same FP8 values, multiplies exactly and adds in fp64. Every element of a result must lie within
-max(1 ulp of the output, 2^-12 x sum of absolute scaled products), twice that below 1,024 columns: an instruction keeps
-some 14 bits under its largest product, and in a short sum one product can outweigh all others (measured: 1.05 x 2^-12
-at 192 columns, outliers of 20 sigma).
+max(1 ulp of the output, 2^-12 x sum of absolute scaled products), twice that below 2,048 columns: an instruction keeps
+some 13 bits from its largest product down, and in a short sum one product can outweigh all others (measured, outliers
+of 20 sigma: 1.05 x 2^-12 at 192 columns, 1.22 at 1,088; sums cut to 13 bits on paper: 1.30 there, 0.49 at 2,880).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from gptoss_trt.reference.act_quant import act_quant
 LIMIT, ALPHA = 7.0, 1.702
 SUM_TOLERANCE = 2.0**-12
 SHORT_SUM_TOLERANCE = 2.0**-11
-SHORT_SUM = 1024
+SHORT_SUM = 2048
 GUARD_BYTES = 4096
 POISON = 0xA5
 # Rows of each of eight experts where every token has one: none, one block's edges, several blocks.
