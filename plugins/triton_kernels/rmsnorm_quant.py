@@ -26,9 +26,8 @@ def load_gain(weight, H: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-
 
 
 @triton.jit
-def add_delta(residual, delta, token, H: tl.constexpr, BLOCK: tl.constexpr, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16(residual + delta) of one token as fp32 [BLOCK], zeros behind H; the residual itself without DELTA."""
-    columns = tl.arange(0, BLOCK)
+def add_delta(residual, delta, token, columns, H: tl.constexpr, DELTA: tl.constexpr):  # type: ignore[no-untyped-def]
+    """bf16(residual + delta) of one token's `columns` as fp32, zeros behind H; the residual itself without DELTA."""
     x = tl.load(residual + token * H + columns, mask=columns < H, other=0.0).to(tl.float32)
     if DELTA:
         x = round_bf16(x + tl.load(delta + token * H + columns, mask=columns < H, other=0.0).to(tl.float32))
@@ -36,9 +35,15 @@ def add_delta(residual, delta, token, H: tl.constexpr, BLOCK: tl.constexpr, DELT
 
 
 @triton.jit
-def normalise(x, gain, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16 norm of x fp32 [BLOCK] that is zero behind H."""
-    return to_bf16(x * (1.0 / tl.sqrt_rn(tl.sum(x * x) / H + eps)) * gain.to(tl.float32))
+def inverse_rms(x, eps, H: tl.constexpr):  # type: ignore[no-untyped-def]
+    """rsqrt(mean(x^2) + eps) of x fp32 [BLOCK] that is zero behind H."""
+    return 1.0 / tl.sqrt_rn(tl.sum(x * x) / H + eps)
+
+
+@triton.jit
+def normalise(x, gain, inverse):  # type: ignore[no-untyped-def]
+    """bf16 norm of x fp32, a row or a part of it."""
+    return to_bf16(x * inverse * gain.to(tl.float32))
 
 
 @triton.jit
@@ -92,10 +97,10 @@ def _rmsnorm_kernel(  # type: ignore[no-untyped-def]
     gain = load_gain(weight, H, BLOCK)
     release()
     wait()
-    x = add_delta(residual, delta, token, H, BLOCK, DELTA)
+    x = add_delta(residual, delta, token, columns, H, DELTA)
     if DELTA or COPY:
         tl.store(updated + token * H + columns, to_bf16(x), mask=columns < H)
-    y = normalise(x, gain, eps, H)
+    y = normalise(x, gain, inverse_rms(x, eps, H))
     store_normed(y, normed, quantised, scales, token, tokens, H, BLOCK, NORMED, QUANTISED)
 
 
@@ -167,7 +172,7 @@ def _combine_norm_kernel(  # type: ignore[no-untyped-def]
     total = _combine(rows, expert_ids, token, first_expert, local_experts, H, BLOCK, K)
     x = round_bf16(total + before.to(tl.float32))
     tl.store(residual + token * H + columns, to_bf16(x), mask=inside)
-    y = normalise(x, gain, eps, H)
+    y = normalise(x, gain, inverse_rms(x, eps, H))
     store_normed(y, normed, quantised, scales, token, tokens, H, BLOCK, NORMED, QUANTISED)
 
 
