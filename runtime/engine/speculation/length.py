@@ -14,6 +14,10 @@ import bisect
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
 
 MEMORY = 0.8  # weight of what was known before a verification
 PRIOR = (2.0, 3.0)  # accepted of tried, before anything is known: 2 of 3 pays for a try at a small batch
@@ -35,6 +39,11 @@ class StepCost:
     @property
     def most_rows(self) -> int:
         return self.points[-1][0]
+
+    @cached_property
+    def of_rows(self) -> NDArray[np.float64]:
+        """The cost of 1, 2, ... most_rows rows."""
+        return np.array([self(rows) for rows in range(1, self.most_rows + 1)])
 
     def __call__(self, rows: int) -> float:
         if rows > self.most_rows:
@@ -90,21 +99,16 @@ def draft_lengths(
 ) -> list[int]:
     """Draft tokens for each sequence with the acceptance `rates`, at most `limits`, in a step that has `rows` rows
     without them and yields a token for each. `pass_cost`: a pass of the drafter, in times of a step of one row."""
-    yields = sorted(
-        (-(rate**place), place, number)
-        for number, (rate, limit) in enumerate(zip(rates, limits, strict=True))
-        for place in range(1, min(limit, cost.most_rows) + 1)
-    )
-    base = len(rates)
-    best, chosen, expected = base / cost(rows) if rows <= cost.most_rows else math.inf, 0, float(base)
-    passes = 0
-    for added, (negative, place, _) in enumerate(yields[: max(0, cost.most_rows - rows)], 1):
-        expected -= negative
-        passes = max(passes, place)
-        speed = expected / (cost(rows + added) * cost.drafting + passes * pass_cost)
-        if speed > best:
-            best, chosen = speed, added
-    lengths = [0] * base
-    for _, _, number in yields[:chosen]:
-        lengths[number] += 1
+    room, most = cost.most_rows - rows, max(limits, default=0)
+    if room <= 0 or most <= 0:
+        return [0] * len(rates)
+    places = np.arange(1, most + 1)
+    yields = np.asarray(rates)[:, None] ** places * (places <= np.asarray(limits)[:, None])
+    order = np.argsort(-yields, axis=None, kind="stable")[: min(room, sum(limits))]  # yields of 0 stand last
+    passes = np.maximum.accumulate(order % most + 1)
+    times = cost.of_rows[rows : rows + len(order)] * cost.drafting + passes * pass_cost
+    speeds = (len(rates) + yields.ravel()[order].cumsum()) / times
+    best = int(speeds.argmax())
+    chosen = best + 1 if speeds[best] > len(rates) / cost(rows) else 0
+    lengths: list[int] = np.bincount(order[:chosen] // most, minlength=len(rates)).tolist()
     return lengths
