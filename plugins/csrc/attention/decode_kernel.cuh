@@ -144,6 +144,7 @@ struct DecodeShared {
   float factor[kGroup][kMaxParts];
   float merged_top[kGroup];
   float merged_total[kGroup];
+  float sink[kGroup];
   bool last;
 };
 
@@ -178,8 +179,7 @@ __device__ __forceinline__ float with_sink(float value, float maximum, float tot
 // The parts of one (token, KV head), added in their order by the block that came last.
 template <int kWarps>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, DecodeShared<kWarps>& shared,
-                                            int64_t pair, int used, int64_t first_head,
-                                            int kv_head) {
+                                            int64_t pair, int used, int64_t first_head) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   for (int query = warp; query < kGroup; query += kWarps) {
     float2 stats = make_float2(-INFINITY, 0.f);
@@ -212,7 +212,7 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, DecodeShared<
       sum.z += more.z * factor, sum.w += more.w * factor;
     }
     const float top = shared.merged_top[query], total = shared.merged_total[query];
-    const float sink = bf16_value(p.sinks[kv_head * kGroup + query]);
+    const float sink = shared.sink[query];
     const uint2 words = make_uint2(
         pack_bf16(with_sink(sum.x, top, total, sink), with_sink(sum.y, top, total, sink)),
         pack_bf16(with_sink(sum.z, top, total, sink), with_sink(sum.w, top, total, sink)));
@@ -240,8 +240,7 @@ __device__ __forceinline__ bool arrives_last(const DecodeParams& p, DecodeShared
 // The warps' states as one: stored as a part, or with the sink as the result of an only part.
 template <int kWarps>
 __device__ __forceinline__ void merge_warps(const DecodeParams& p, DecodeShared<kWarps>& shared,
-                                            int64_t pair, int part, int used, int64_t first_head,
-                                            int kv_head) {
+                                            int64_t pair, int part, int used, int64_t first_head) {
   for (int place = threadIdx.x * 4; place < kOutValues; place += kWarps * 32 * 4) {
     const int query = place / kHeadDim;
     float top = shared.top[0][query];
@@ -264,7 +263,7 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, DecodeShared<
       if (place % kHeadDim == 0) p.partial_stats[slot * kGroup + query] = make_float2(top, total);
       continue;
     }
-    const float sink = bf16_value(p.sinks[kv_head * kGroup + query]);
+    const float sink = shared.sink[query];
     const uint2 words = make_uint2(
         pack_bf16(with_sink(sum.x, top, total, sink), with_sink(sum.y, top, total, sink)),
         pack_bf16(with_sink(sum.z, top, total, sink), with_sink(sum.w, top, total, sink)));
@@ -324,6 +323,7 @@ __global__ __launch_bounds__(kWarps * 32,
               p.block_shift - 4,
               0};
   pages.fetch(0, lane);
+  const uint16_t sink = threadIdx.x < kGroup ? p.sinks[kv_head * kGroup + threadIdx.x] : 0;
   // So were keys of earlier steps: a warp's first two tiles are on their way before the wait,
   // unless this step writes into them.
   Tile even, odd;
@@ -351,11 +351,12 @@ __global__ __launch_bounds__(kWarps * 32,
     if (i + 2 < pages.count) load_tile(p, pages, i + 2, kv_head, begin, end, lane, even);
     add_tile(odd, q, pages.tile(i + 1) * kTileKeys, begin, end, p.scale_log2, lane, state);
   }
+  if (threadIdx.x < kGroup) shared.sink[threadIdx.x] = bf16_value(sink);
   write_warp_state(shared, warp, lane, state);
   __syncthreads();
-  merge_warps(p, shared, pair, part, used, first_head, kv_head);
+  merge_warps(p, shared, pair, part, used, first_head);
   if (used > 1 && arrives_last(p, shared, pair, used)) {
-    merge_parts(p, shared, pair, used, first_head, kv_head);
+    merge_parts(p, shared, pair, used, first_head);
   }
 }
 
