@@ -97,14 +97,16 @@ class Acceptance:
 def draft_lengths(
     rates: Items[float], limits: Items[int], rows: int, cost: StepCost, pass_cost: float = 0.0
 ) -> list[int]:
-    """Draft tokens for each sequence with the acceptance `rates`, at most `limits`, in a step that has `rows` rows
-    without them and yields a token for each. `pass_cost`: a pass of the drafter, in times of a step of one row."""
-    room, most = cost.most_rows - rows, max(limits, default=0)
-    if room <= 0 or most <= 0:
+    """Draft tokens for each sequence with the acceptance `rates`, at most `limits` (none where that is negative), in a
+    step that has `rows` rows without them and yields a token for each. `pass_cost`: a pass of the drafter, in times of
+    a step of one row."""
+    room, bounds = cost.most_rows - rows, np.maximum(limits, 0)
+    most, total = int(bounds.max(initial=0)), int(bounds.sum())
+    if room <= 0 or not most:
         return [0] * len(rates)
     places = np.arange(1, most + 1)
-    yields = np.asarray(rates)[:, None] ** places * (places <= np.asarray(limits)[:, None])
-    order = np.argsort(-yields, axis=None, kind="stable")[: min(room, sum(limits))]  # yields of 0 stand last
+    yields = np.asarray(rates)[:, None] ** places * (places <= bounds[:, None])
+    order = np.argsort(-yields, axis=None, kind="stable")[: min(room, total)]  # yields of 0 stand last
     passes = np.maximum.accumulate(order % most + 1)
     times = cost.of_rows[rows : rows + len(order)] * cost.drafting + passes * pass_cost
     speeds = (len(rates) + yields.ravel()[order].cumsum()) / times

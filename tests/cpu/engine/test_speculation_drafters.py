@@ -102,7 +102,7 @@ def test_lengths_are_the_best_of_all_choices(cost: StepCost) -> None:
     rnd = random.Random(8)
     for _ in range(30):
         rates = [rnd.random() for _ in range(2)]
-        limits = [rnd.randrange(5) for _ in range(2)]
+        limits = [rnd.randrange(-1, 5) for _ in range(2)]
         rows = rnd.choice((2, 5, 20))
 
         def speed(lengths: tuple[int, int], rates: list[float] = rates, rows: int = rows) -> float:
@@ -110,7 +110,7 @@ def test_lengths_are_the_best_of_all_choices(cost: StepCost) -> None:
             return tokens / cost(rows + sum(lengths)) / (cost.drafting if sum(lengths) else 1.0)
 
         chosen = draft_lengths(rates, limits, rows, cost)
-        choices = [(a, b) for a in range(limits[0] + 1) for b in range(limits[1] + 1)]
+        choices = [(a, b) for a in range(max(0, limits[0]) + 1) for b in range(max(0, limits[1]) + 1)]
         assert speed((chosen[0], chosen[1])) == pytest.approx(max(map(speed, choices)))
 
 
