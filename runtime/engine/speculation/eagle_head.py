@@ -40,7 +40,7 @@ class HeadConfig:
     vocabulary: int
     draft_vocabulary: int
     eps: float
-    theta: float
+    rope: RopeConfig
     norm_before_residual: bool
     features: tuple[int, ...]
 
@@ -53,16 +53,17 @@ class HeadConfig:
             layers = target.num_layers
             eagle = raw.get("eagle_config") or {}
             features = eagle.get("eagle_aux_hidden_state_layer_ids") or (2, layers // 2, layers - 3)
+            head_dim = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
             config = cls(
                 hidden=raw["hidden_size"],
                 heads=raw["num_attention_heads"],
                 kv_heads=raw.get("num_key_value_heads", raw["num_attention_heads"]),
-                head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+                head_dim=head_dim,
                 intermediate=raw["intermediate_size"],
                 vocabulary=raw["vocab_size"],
                 draft_vocabulary=raw.get("draft_vocab_size") or raw["vocab_size"],
                 eps=raw.get("rms_norm_eps", 1e-6),
-                theta=raw.get("rope_theta", 10000.0),
+                rope=_rope(path, head_dim, raw.get("rope_theta", 10000.0), raw.get("rope_scaling") or {}),
                 norm_before_residual=bool(raw.get("norm_before_residual", eagle.get("norm_before_residual", False))),
                 features=tuple(features),
             )
@@ -84,8 +85,6 @@ class HeadConfig:
             )
         if raw.get("num_hidden_layers", 1) != 1:
             raise EngineLoadError(f"{path} has {raw['num_hidden_layers']} layers; an EAGLE-3 head has 1")
-        if raw.get("rope_scaling") not in (None, {}):
-            raise EngineLoadError(f"{path} has rope_scaling {raw['rope_scaling']}; heads with plain rotation are read")
         if len(self.features) != FEATURES or not all(0 <= layer < target.num_layers for layer in self.features):
             raise EngineLoadError(
                 f"{path} reads the inputs of layers {list(self.features)}; {FEATURES} of the engine's "
@@ -111,7 +110,7 @@ class EagleHead:
         self._qkv = torch.cat([w.pop(f"midlayer.self_attn.{name}_proj.weight") for name in "qkv"])
         self._gate_up = torch.cat([w.pop(f"midlayer.mlp.{name}_proj.weight") for name in ("gate", "up")])
         self._sinks = torch.full((config.heads,), -torch.inf, dtype=torch.bfloat16, device=device)
-        self._cos_sin = rope_table(RopeConfig(config.head_dim, config.theta, 1.0), target.max_context, device)
+        self._cos_sin = rope_table(config.rope, target.max_context, device)
         self._kv: tuple[torch.Tensor, torch.Tensor] | None = None
         self.device = device
 
@@ -175,6 +174,25 @@ class EagleHead:
         out = torch.empty_like(x)
         ops.rmsnorm_quant(x.contiguous(), None, self._w[f"{name}.weight"], self.config.eps, out, None, None)
         return out
+
+
+def _rope(path: Path, head_dim: int, theta: float, scaling: dict[str, Any]) -> RopeConfig:
+    """Plain rotation, or YaRN as gpt-oss has it. Raises EngineLoadError for another kind."""
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    if kind == "default":
+        return RopeConfig(head_dim, theta, 1.0)
+    if kind != "yarn" or scaling.get("truncate", True):
+        raise EngineLoadError(
+            f"{path} has rope_scaling {scaling}; read are plain rotation and yarn with truncate false"
+        )
+    return RopeConfig(
+        head_dim,
+        theta,
+        scaling["factor"],
+        scaling["original_max_position_embeddings"],
+        scaling.get("beta_fast", 32.0),
+        scaling.get("beta_slow", 1.0),
+    )
 
 
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
+from gptoss_trt.ops.prepare import RopeConfig
 from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
 from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
@@ -288,6 +289,9 @@ def test_other_spellings_of_the_layout_are_read(engine_dir: Path, tmp_path: Path
         tensors[name] = tensors.pop(f"model.{name}")
     load(engine_dir, write_head(tmp_path / "a", tensors, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}))
     assert HeadConfig.read(tmp_path / "a", CONFIG).features == (1, 2, 4)
+    yarn = {"rope_type": "yarn", "factor": 32.0, "original_max_position_embeddings": 4096, "truncate": False}
+    load(engine_dir, write_head(tmp_path / "b", rope_scaling=yarn, rope_theta=150000.0))
+    assert HeadConfig.read(tmp_path / "b", CONFIG).rope == RopeConfig(HEAD_DIM)  # gpt-oss's own rotation
 
 
 def without(name: str) -> Tensors:
@@ -307,7 +311,9 @@ def without(name: str) -> Tensors:
         (lambda: without("embed_tokens.weight"), {}, f"has no embed_tokens; the engine's are {CONFIG.hidden_size}"),
         (head_tensors, {"vocab_size": 999}, "vocabulary of 999 tokens, the engine has 320"),
         (head_tensors, {"num_hidden_layers": 2}, "has 2 layers"),
-        (head_tensors, {"rope_scaling": {"type": "yarn"}}, "rope_scaling"),
+        (head_tensors, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+        (head_tensors, {"rope_scaling": {"rope_type": "yarn", "factor": 32.0}}, "truncate false"),
+        (head_tensors, {"rope_scaling": {"rope_type": "yarn", "truncate": False}}, "no entry 'factor'"),
         (head_tensors, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 9]}}, r"layers \[1, 2, 9\]"),
         (head_tensors, {"hidden_size": None}, "size of hidden is None"),
     ],
