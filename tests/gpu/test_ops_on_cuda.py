@@ -288,9 +288,11 @@ def test_products_of_few_tokens(implementation: str, rows: int, columns: int) ->
             assert_rows(got_fp8[0], want_fp8[0], 1e-3)
             if tokens == 1:
                 alone = (got[0], got_fp8[0])
-            elif implementation == "cuda":
-                exact(got[0][:1], alone[0])
+                continue
+            if implementation == "cuda" or tokens <= 8:  # Triton: one tile of tokens
                 exact(got_fp8[0][:1], alone[1])
+            if implementation == "cuda" and tokens <= 8:  # else cuBLAS, which may take another kernel
+                exact(got[0][:1], alone[0])
     finally:
         for op in ("dense", "dense_fp8"):
             dispatch.select(op, None)

@@ -14,13 +14,15 @@ BF16, FP8 = DenseFormat.BF16, DenseFormat.FP8
     ("dense_format", "tokens", "rows", "columns", "segments", "taken"),
     [
         (BF16, 1, 5120, 2880, [], True),
-        (BF16, 16, 2880, 4096, [], True),
-        (BF16, 17, 2880, 4096, [], False),
+        (BF16, 8, 2880, 4096, [], True),
+        (BF16, 9, 2880, 4096, [], False),
         (BF16, 0, 2880, 4096, [], False),
         (BF16, 1, 201088, 2880, [], False),  # the lm head
         (BF16, 1, 64, 4128, [], False),
         (BF16, 1, 64, 2896, [], False),
-        (FP8, 1, 201088, 2880, [], True),
+        (FP8, 16, 2880, 4096, [], True),
+        (FP8, 17, 2880, 4096, [], False),
+        (FP8, 1, 201088, 2880, [], False),
         (FP8, 1, 5120, 2880, [4096, 512, 512], True),
         (FP8, 1, 100, 2880, [], True),
         (FP8, 1, 108, 2880, [36, 36, 36], False),
