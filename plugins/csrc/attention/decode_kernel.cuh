@@ -298,6 +298,12 @@ __device__ __forceinline__ Reader find_reader(const DecodeParams& p, int token) 
   return {sequence, written + token - first + 1, written};
 }
 
+// Parts that have keys. The last one takes up to an eighth more: a short part would have to be
+// added for little.
+__device__ __forceinline__ int parts_of(int keys, int part_keys) {
+  return max(1, (keys - part_keys / 8 + part_keys - 1) / part_keys);
+}
+
 // Grid (kv_heads, parts, tokens). kBlocks: blocks that share a multiprocessor.
 template <int kWarps, int kBlocks>
 __global__ __launch_bounds__(kWarps * 32,
@@ -308,9 +314,9 @@ __global__ __launch_bounds__(kWarps * 32,
   dependents_launch();
   // Tables and lengths come from the host's copy ahead of the step, not from the kernel ahead.
   const auto [sequence, context, written] = find_reader(p, token);
-  const int used = p.window ? 1 : max(1, (context + p.part_keys - 1) / p.part_keys);
+  const int used = p.window ? 1 : parts_of(context, p.part_keys);
   const int begin = p.window ? max(context - p.window, 0) : part * p.part_keys;
-  const int end = p.window ? context : min(begin + p.part_keys, context);
+  const int end = part + 1 == used ? context : part < used ? begin + p.part_keys : begin;
   const int first_tile = begin / kTileKeys + warp;
   const int tiles = (end + kTileKeys - 1) / kTileKeys - first_tile;
   const int first = p.first_block == nullptr ? 0 : p.first_block[sequence];

@@ -13,18 +13,18 @@ constexpr int kLeastPartKeys = 128;    // one tile for each of eight warps
 constexpr int kMostPartKeys = 16384;   // a block reads them in 110 us: more, and others wait for it
 constexpr int kShortKeys = 2048;       // up to here adding parts costs more than it gains ...
 constexpr int kShortPairs = 64;        // ... from so many pairs on
-constexpr int kManyPairs = 512;        // of token and KV head: smaller blocks begin sooner
-constexpr int kMostPairs = 1024;
+constexpr int kPlaces = 264;           // of blocks of eight warps on the card
 constexpr double kEvenEnough = 0.9;
 constexpr int kAlignment = 256;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
+// Where a pair of token and KV head has one block, blocks are made small enough to run all at once.
 int warps_of(const gptoss_trt_attention_args& args, int pairs, int64_t keys) {
   if (args.plan != 0) return 1 << args.plan;
-  if (args.window != 0 && pairs >= kMostPairs) return 2;
+  if (args.window != 0 && pairs > 2 * kPlaces) return 2;
   const bool is_short = args.window != 0 || keys <= kShortKeys;
-  return is_short && pairs >= kManyPairs ? 4 : 8;
+  return is_short && pairs > kPlaces ? 4 : 8;
 }
 
 // Parts of the shortest context that a table is this wide for: at least a round of blocks, dealt
@@ -73,7 +73,7 @@ PrefillKind prefill_plan(const gptoss_trt_attention_args& args) {
     const int blocks = ceil_div(args.tokens, queries) * args.kv_heads;
     return ceil_div(blocks, kMultiprocessors) * queries / speed;
   };
-  constexpr double kSumsSpeed = 0.92;
+  constexpr double kSumsSpeed = 0.88;
   return cost(24, 1.0) <= cost(16, kSumsSpeed) ? PrefillKind::kWide : PrefillKind::kSums;
 }
 
