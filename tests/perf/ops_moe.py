@@ -1,6 +1,7 @@
 """Times moe_gemm_fp8 at the two models' shapes: one JSON line per (model, product, storage, batch).
 
     python tests/perf/ops_moe.py --model gpt-oss-120b --batch 1 8 32 64 128
+    python tests/perf/ops_moe.py --plan prefill --skew 1 --h-scale block128 --layer-gib 0.5 --batch 1024 8192
 
 Weights of several layers (several GB) are multiplied in turn inside one CUDA graph, each launch with its own random
 routing, so L2 holds nothing that a launch needs. `share_of_bound` is counted bytes (experts in use, in the storage's
