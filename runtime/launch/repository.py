@@ -1,7 +1,7 @@
 """The model repository that a launch serves: a copy of the packaged one with this deployment's parameters.
 
-Invariant: the copy differs from the packaged repository in `parameters` and in the transaction policy only. Must not
-know the server process.
+Invariant: the copy differs from the packaged repository in `parameters`, transaction policy and instance count only.
+Must not know the server process.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ def packaged_repository() -> Path:
     return Path(str(resources.files("gptoss_trt") / "model_repository"))
 
 
-def assemble_repository(target: Path, parameters: Mapping[str, str], *, decoupled: bool = True) -> Path:
+def assemble_repository(
+    target: Path, parameters: Mapping[str, str], *, decoupled: bool = True, instances: int = 1
+) -> Path:
     """Copies every model into `target` and writes its config.pbtxt anew with `parameters` (those that the model
-    declares) and `decoupled`. Returns `target`."""
+    declares), `decoupled` and `instances`. Returns `target`."""
     target.mkdir(mode=0o700, parents=True, exist_ok=True)
     for name in model_names():
         source, copy = packaged_repository() / name, target / name
         shutil.copytree(source, copy, ignore=shutil.ignore_patterns("__pycache__", "config.pbtxt"))
-        (copy / "config.pbtxt").write_text(config_text(name, parameters, decoupled=decoupled), encoding="utf-8")
+        (copy / "config.pbtxt").write_text(
+            config_text(name, parameters, decoupled=decoupled, instances=instances), encoding="utf-8"
+        )
         (copy / "1").mkdir(exist_ok=True)  # Triton wants a version folder even where an ensemble has no file in it
     return target

@@ -50,6 +50,13 @@ Examples:
 @click.option("--chat-mode", is_flag=True, help="text_input is one user turn; text_output is the final channel only.")
 @click.option("--keep-special-tokens", is_flag=True, help="text_output keeps the text of special tokens.")
 @click.option("--unary", is_flag=True, help="Non-decoupled models, for clients that only do unary infer.")
+@click.option(
+    "--instances",
+    default=1,
+    type=click.IntRange(1, 64),
+    show_default=True,
+    help="Processes of each model; more send to more streams at once.",
+)
 @click.option("--openai-port", default=8080, type=PORT, show_default=True, help="Port of the OpenAI API.")
 @click.option("--no-openai", is_flag=True, help="Start no OpenAI gateway.")
 @click.option("--served-model-name", multiple=True, default=("gpt-oss",), show_default=True, help="Repeatable.")

@@ -73,6 +73,7 @@ class ServerOptions:
     models: tuple[str, ...] | None = None
     parameters: Mapping[str, str] = field(default_factory=dict)  # written into every model's config.pbtxt
     decoupled: bool = True
+    instances: int = 1  # processes of each model that talks to the engine
     drain_s: float = 30.0
     verbose: int = 0
     server_arguments: tuple[str, ...] = ()
@@ -148,7 +149,9 @@ class TritonServer:
             "state_dir": str(self.folder),
             **self.options.parameters,
         }
-        repository = assemble_repository(self.folder / "models", parameters, decoupled=self.options.decoupled)
+        repository = assemble_repository(
+            self.folder / "models", parameters, decoupled=self.options.decoupled, instances=self.options.instances
+        )
         (self.folder / SHM_RECORD).write_text(self._shm_prefix, encoding="ascii")
         key_file = self.folder / "admin.key"
         key_file.touch(mode=0o600)

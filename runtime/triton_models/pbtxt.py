@@ -28,12 +28,15 @@ def config_text(
     *,
     decoupled: bool = True,
     suffix: str = "",
+    instances: int = 1,
 ) -> str:
     """The config.pbtxt of model `name`.
 
     `parameters` are texts that override defaults; those that only other models have are left out. `decoupled` False
     chooses the unary variant of the models that have one. `suffix` is appended to the model's name and to those of an
-    ensemble's steps. Raises ProtocolError for an unknown model, a parameter that no model has, or a malformed value.
+    ensemble's steps. `instances`: processes of a model that talks to the engine, which all share it; other models have
+    one, because an ensemble's responses would overtake each other. Raises ProtocolError for an unknown model, a
+    parameter that no model has, or a malformed value.
     """
     model = protocol.model(name)
     parsed = model.parse_parameters(_own_parameters(model, parameters or {}))
@@ -43,7 +46,8 @@ def config_text(
     if model.decoupled and (decoupled or not model.has_unary_variant):
         fields.append("model_transaction_policy { decoupled: true }")
     if model.platform == "python":
-        fields.append("instance_group [ { count: 1 kind: KIND_CPU } ]")
+        count = instances if "engine_dir" in parsed else 1
+        fields.append(f"instance_group [ {{ count: {count} kind: KIND_CPU }} ]")
     fields += [_tensor("input", tensor) for tensor in model.inputs]
     fields += [_tensor("output", tensor) for tensor in model.outputs]
     fields += [_parameter(key, value) for key, value in parsed.items()]

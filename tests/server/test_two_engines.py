@@ -31,8 +31,8 @@ def repository(folder: Path, words: Any) -> Path:
         )
         model = folder / "models" / f"tensorrt_llm{suffix}"
         shutil.copytree(packaged_repository() / "tensorrt_llm", model, ignore=shutil.ignore_patterns("__pycache__"))
-        text = config_text("tensorrt_llm", {"engine_dir": str(engine)}, suffix=suffix)
-        text = text.replace("count: 1", f"count: {INSTANCES[suffix]}")
+        parameters = {"engine_dir": str(engine)}
+        text = config_text("tensorrt_llm", parameters, suffix=suffix, instances=INSTANCES[suffix])
         (model / "config.pbtxt").write_text(text, encoding="utf-8")
     return folder / "models"
 

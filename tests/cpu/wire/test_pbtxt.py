@@ -75,3 +75,9 @@ def test_models_without_a_unary_variant_stay_decoupled() -> None:
 @pytest.mark.parametrize("text", ['a "b" \\ c', "tab\tline\n", "Grüße 🙂", ""])
 def test_quoted_strings_read_back(text: str) -> None:
     assert parsed(f"name: {quote(text)}").name == text
+
+
+def test_instances_are_of_models_that_talk_to_the_engine() -> None:
+    counts = {name: config_text(name, instances=3).count("count: 3") for name in NAMES}
+    assert counts == {name: int("engine_dir" in config_text(name)) for name in NAMES}
+    assert counts["tensorrt_llm"] and not counts["postprocessing"], "a true ensemble's last model keeps the order"
