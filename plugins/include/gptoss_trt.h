@@ -147,10 +147,10 @@ gptoss_trt_moe_gemm_fp8_workspace(const gptoss_trt_moe_gemm_args* args, uint64_t
 GPTOSS_TRT_API gptoss_trt_status
 gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_moe_gemm_args* args, gptoss_trt_stream stream);
 
-/* Launches the product on the stream; GATE_UP with BLOCK scales launches a second, small kernel
- * behind it. Success means launched, not finished. tokens = 0 launches nothing. An expert without
+/* Launches the product on the stream, the prefill plan a second, small kernel ahead of it, the
+ * others one behind GATE_UP with BLOCK scales. Success means launched, not finished. tokens = 0 launches nothing. An expert without
  * rows costs nothing; offsets outside [0, P] are undefined. Fails with INVALID_ARGUMENT,
- * UNSUPPORTED (a card below sm_90, a shape that the plan's shared memory cannot hold),
+ * UNSUPPORTED (a card below sm_90, a shape that the plan cannot hold),
  * WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
                                                          gptoss_trt_stream stream);
