@@ -19,9 +19,9 @@ from gptoss_trt.runtime.engine.speculation.length import Acceptance, StepCost, d
 if TYPE_CHECKING:
     from gptoss_trt.runtime.engine.step_plan import StepPlan
 
-# Times of a step by rows on one H200 (20b, context 1k, running ahead; a verification takes 1.2 to 1.4 times as long,
+# Times of a step by rows on one H200 (20b, context 1k, running ahead; a verification takes 1.1 to 1.4 times as long,
 # tests/perf/NOTES.md), and of the demo on a CPU.
-CUDA_COST = StepCost(((1, 1.0), (8, 1.66), (32, 2.3), (64, 2.78), (128, 3.55)), drafting=1.25)
+CUDA_COST = StepCost(((1, 1.0), (2, 1.5), (4, 1.5), (8, 1.8), (32, 2.6), (64, 3.2), (128, 4.2)), drafting=1.2)
 CPU_COST = StepCost(((1, 1.0), (8, 1.3), (16, 2.1), (32, 3.8), (64, 6.5)))
 
 
