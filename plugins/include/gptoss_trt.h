@@ -148,43 +148,44 @@ GPTOSS_TRT_API gptoss_trt_status
 gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_moe_gemm_args* args, gptoss_trt_stream stream);
 
 /* Launches the product on the stream, the prefill plan a second, small kernel ahead of it, the
- * others one behind GATE_UP with BLOCK scales. Success means launched, not finished. tokens = 0 launches nothing. An expert without
- * rows costs nothing; offsets outside [0, P] are undefined. Fails with INVALID_ARGUMENT,
- * UNSUPPORTED (a card below sm_90, a shape that the plan cannot hold),
+ * others one behind GATE_UP with BLOCK scales. Success means launched, not finished. tokens = 0
+ * launches nothing. An expert without rows costs nothing; offsets outside [0, P] are undefined.
+ * Fails with INVALID_ARGUMENT, UNSUPPORTED (a card below sm_90, a shape that the plan cannot hold),
  * WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
                                                          gptoss_trt_stream stream);
 
-/* ---- attention over the paged cache, with sinks ----------------------------------------------- */
+/* ---- attention over the paged cache, with sinks -----------------------------------------------
+ */
 
-/* Launch with programmatic dependent launch, as GPTOSS_TRT_MOE_DEPENDENT_LAUNCH: tables, lengths and,
- * in decode, keys and values of tokens before this call's are read before the wait. The kernel ahead,
- * and those it has not waited for, must not write them. */
+/* Launch with programmatic dependent launch, as GPTOSS_TRT_MOE_DEPENDENT_LAUNCH: tables, lengths
+ * and, in decode, keys and values of tokens before this call's are read before the wait. The kernel
+ * ahead, and those it has not waited for, must not write them. */
 #define GPTOSS_TRT_ATTENTION_DEPENDENT_LAUNCH 1u
 
 /* bf16 throughout. Query head h reads KV head h / 8; 64 columns a head. Key j of sequence s is row
  * j % block_tokens of block block_table[s, j / block_tokens - first_block[s]]. */
 typedef struct gptoss_trt_attention_args {
-  uint32_t size;        /* sizeof(gptoss_trt_attention_args) */
-  uint32_t flags;       /* GPTOSS_TRT_ATTENTION_* bits */
-  int32_t plan;         /* 0 = chosen from the shape. Decode: 1, 2, 3 = two, four, eight warps a
-                           block. Prefill: 1, 2 = blocks of 24 or 16 queries and 128 keys, 3 =
-                           windows of up to 178 */
-  int32_t parts;        /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
-                           tokens, kv_heads and table_width. Results are equal bit for bit for
-                           equal cuts only. */
-  int32_t tokens;       /* T, padding included */
-  int32_t sequences;    /* S */
-  int32_t heads;        /* 8 x kv_heads */
+  uint32_t size;     /* sizeof(gptoss_trt_attention_args) */
+  uint32_t flags;    /* GPTOSS_TRT_ATTENTION_* bits */
+  int32_t plan;      /* 0 = chosen from the shape. Decode: 1, 2, 3 = two, four, eight warps a
+                        block. Prefill: 1, 2 = blocks of 24 or 16 queries and 128 keys, 3 =
+                        windows of up to 178 */
+  int32_t parts;     /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
+                        tokens, kv_heads and table_width. Results are equal bit for bit for
+                        equal cuts only. */
+  int32_t tokens;    /* T, padding included */
+  int32_t sequences; /* S */
+  int32_t heads;     /* 8 x kv_heads */
   int32_t kv_heads;
   int32_t head_dim;     /* 64 */
   int32_t block_tokens; /* 16, 32 or 64; prefill takes 64 only */
   int32_t blocks;       /* of the cache */
   int32_t table_width;
-  int32_t window;       /* keys p - window < j <= p are seen from position p; 0: j <= p */
-  float scale;          /* of scores, positive; the sink is not scaled */
-  const void* q;        /* [T, heads, 64], 16-byte aligned, as are the caches and out */
-  const void* k_cache;  /* [blocks, kv_heads, block_tokens, 64] */
+  int32_t window;      /* keys p - window < j <= p are seen from position p; 0: j <= p */
+  float scale;         /* of scores, positive; the sink is not scaled */
+  const void* q;       /* [T, heads, 64], 16-byte aligned, as are the caches and out */
+  const void* k_cache; /* [blocks, kv_heads, block_tokens, 64] */
   const void* v_cache;
   const int32_t* block_table;  /* [S, table_width] */
   const int32_t* first_block;  /* [S], or null for zeros */
@@ -203,8 +204,8 @@ typedef struct gptoss_trt_attention_args {
 GPTOSS_TRT_API gptoss_trt_status
 gptoss_trt_attention_decode_workspace(const gptoss_trt_attention_args* args, uint64_t* bytes);
 
-/* Few new tokens a sequence, the last of its context: for one token each, or for up to 8 on average.
- * A context of 0, and rows behind query_start[S], give zeros. Fails with INVALID_ARGUMENT,
+/* Few new tokens a sequence, the last of its context: for one token each, or for up to 8 on
+ * average. A context of 0, and rows behind query_start[S], give zeros. Fails with INVALID_ARGUMENT,
  * UNSUPPORTED (more than 65,535 tokens or 8 a sequence, a number that S does not divide without
  * query_start, a card that is not sm_90), WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attention_args* args,
@@ -227,13 +228,13 @@ typedef enum gptoss_trt_dense_format {
 } gptoss_trt_dense_format;
 
 typedef struct gptoss_trt_dense_few_args {
-  uint32_t size;     /* sizeof(gptoss_trt_dense_few_args) */
-  uint32_t flags;    /* GPTOSS_TRT_DENSE_* bits */
-  int32_t format;    /* gptoss_trt_dense_format, of x and weight */
-  int32_t out_dtype; /* gptoss_trt_dtype */
-  int32_t tokens;    /* at most 16 */
-  int32_t n;         /* rows of weight */
-  int32_t k;         /* a multiple of 32 (BF16) or 64 (FP8), at most 4096 */
+  uint32_t size;             /* sizeof(gptoss_trt_dense_few_args) */
+  uint32_t flags;            /* GPTOSS_TRT_DENSE_* bits */
+  int32_t format;            /* gptoss_trt_dense_format, of x and weight */
+  int32_t out_dtype;         /* gptoss_trt_dtype */
+  int32_t tokens;            /* at most 16 */
+  int32_t n;                 /* rows of weight */
+  int32_t k;                 /* a multiple of 32 (BF16) or 64 (FP8), at most 4096 */
   int32_t first_segment;     /* FP8: rows of the first two segments, multiples of 8 or n; */
   int32_t second_segment;    /* each begins a new row of scales. n, 0 where there is one */
   const void* x;             /* [tokens, k], 16-byte aligned, as is weight */
