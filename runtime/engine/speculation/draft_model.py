@@ -35,13 +35,20 @@ class _Mirror:
 
 class ModelDrafter:
     """A Drafter over `runner`, whose model's blocks `cache` accounts for. A step of it computes at most `step_tokens`
-    tokens, so a long prompt is read over several drafts; sequences beyond `max_context` are not drafted for."""
+    tokens, so a long prompt is read over several drafts; sequences beyond `max_context` are not drafted for.
 
-    def __init__(self, runner: Runner, cache: KvCache, step_tokens: int, max_context: int) -> None:
+    `single_passes`: for a model whose steps of one token a sequence are much cheaper than others (graphs), one token
+    more is drafted than wanted, so that the last wanted one has its key and a draft that came true whole leaves one
+    token to catch up with, not two."""
+
+    def __init__(
+        self, runner: Runner, cache: KvCache, step_tokens: int, max_context: int, *, single_passes: bool = False
+    ) -> None:
         self._runner = runner
         self._cache = cache
         self._step_tokens = step_tokens
         self._max_context = max_context
+        self._more = int(single_passes)
         self._mirrors: dict[Sequence, _Mirror] = {}
 
     def draft(self, wanted: Wanted) -> list[list[int]]:
@@ -51,7 +58,7 @@ class ModelDrafter:
         for place in range(1, max(ready.values(), default=0)):
             active = [target for target, count in ready.items() if count > place and target in self._mirrors]
             self._run([self._next_work(target) for target in active], active)
-        return [self._drafted(sequence) if sequence in ready else [] for sequence, _ in wanted]
+        return [self._drafted(sequence)[:most] if sequence in ready else [] for sequence, most in wanted]
 
     def _catch_up(self, wanted: Wanted, targets: set[Sequence]) -> dict[Sequence, int]:
         """Computes the tokens that the target has got since; the sequences that have a first draft token now, and how
@@ -59,7 +66,7 @@ class ModelDrafter:
         left, works, active = self._step_tokens, [], []
         ready: dict[Sequence, int] = {}
         for target, most in wanted:
-            count = min(most, self._max_context - len(target.tokens))
+            count = min(most + self._more, self._max_context - len(target.tokens))
             mirror = self._synced(target, targets) if count > 0 and left > 0 else None
             if mirror is None or not mirror.sequence.pending:
                 continue  # no blocks, or no token since the last draft

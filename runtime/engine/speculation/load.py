@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from gptoss_trt.runtime.model import GptOssModel
 
 
-# Times of a step of one row that any pass takes, however small the drafter: launches and copies. On a GPU a head, and a
-# draft model that catches up by more than a token, run without a graph.
+# Times of a step of one row that any pass takes, however small the drafter: launches and copies. On a GPU a head runs
+# without a graph.
 LEAST_PASS = {"cpu": 0.1, "cuda": 0.3}
 
 
@@ -124,7 +124,8 @@ def active_weights(config: ModelConfig) -> int:
 def _model_drafter(options: EngineOptions, device: str, draft: Model, shape: CacheShape, kv_bytes: int) -> ModelDrafter:
     blocks = shape.pool_sizes(kv_bytes)
     draft.allocate_kv(*blocks, options.block_tokens)
-    batches_on = "cpu" if isinstance(draft, DrawingModel) else device
+    has_graphs = isinstance(draft, DrawingModel)
+    batches_on = "cpu" if has_graphs else device
     runner = StepRunner(draft, Sampler(), options.block_tokens, batches_on)
     cache = KvCache(*blocks, options.block_tokens, draft.config.sliding_window)
-    return ModelDrafter(runner, cache, options.step_tokens, shape.max_context)
+    return ModelDrafter(runner, cache, options.step_tokens, shape.max_context, single_passes=has_graphs)

@@ -260,11 +260,13 @@ def test_pauses_and_tight_pools_change_nothing(expected: Bench) -> None:
     assert_same(bench, expected)
 
 
+@pytest.mark.parametrize("graphed", [False, True], ids=["eager", "graphed"])
 @pytest.mark.parametrize("same", [True, False])
-def test_a_draft_model_of_its_own_cache(expected: Bench, same: bool) -> None:
+def test_a_draft_model_of_its_own_cache(expected: Bench, same: bool, graphed: bool) -> None:
     draft = HabitModel() if same else HabitModel(seed=99)
     options = replace(OPTIONS, speculation="draft", draft_engine="unused")
-    bench = Bench(options, kv_bytes=40_000, draft=draft)
+    given = GraphedModel(cast(GptOssModel, draft)) if graphed else draft
+    bench = Bench(options, kv_bytes=40_000, draft=given, graphed=graphed)
     free_drafts(bench)
     for submit in loads():
         bench.submit(submit)
@@ -273,6 +275,10 @@ def test_a_draft_model_of_its_own_cache(expected: Bench, same: bool) -> None:
     counters = bench.counters()
     if same:  # it draws with the target's random numbers: wrong only where penalties, masks or guides changed a token
         assert counters["accepted_draft_tokens"] > 0.6 * counters["draft_tokens"] > 50
+    passes = Counter(sequences == tokens for sequences, tokens in draft.steps)
+    assert not (graphed and same) or passes[True] > 4 * passes[False], (
+        "catching up takes steps of several tokens a sequence"
+    )
     drafter = bench.core._scheduler._speculator._drafter  # type: ignore[union-attr]
     drafter._forget_ended()  # type: ignore[attr-defined]
     cache = drafter._cache  # type: ignore[attr-defined]
