@@ -23,11 +23,10 @@ bench() { # name, arguments...
   timeout "$left" python3 -m gptoss_trt bench "$@" --commit "$commit" 2>&1 | tee -a "$out/$name.log" | cut -c1-420
 }
 
-cells() { # model, arguments...: every cell at the client, then its graph
-  local model=$1
-  shift
-  bench "client-$model" engine --model "gpt-oss-$model" --random --json --at client --out "$out/client.jsonl" "$@"
-  bench "core-$model" engine --model "gpt-oss-$model" --random --json --quick --out "$out/core.jsonl" "$@"
+cells() { # model, dense, prompt lengths, batches: every cell at the client, then the graphs of those that decode
+  local common=(engine --model "gpt-oss-$1" --random --json --dense "$2") decode=(--decode "1024:$4" --decode "8192:$4")
+  bench "client-$1-$2" "${common[@]}" --at client --out "$out/client.jsonl" "${decode[@]}" --prefill "$3"
+  bench "core-$1-$2" "${common[@]}" --quick --out "$out/core.jsonl" "${decode[@]}"
 }
 
 python3 -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())'
@@ -38,11 +37,10 @@ for what in "$@"; do
         >"$out/tests.log" 2>&1
       grep -aE '^(FAILED|ERROR|E  )|passed|failed' "$out/tests.log" | cut -c1-220 | tail -40
       ;;
-    20b | 120b) cells "$what" ;;
+    20b | 120b) cells "$what" bf16 1024,4096,8192,32768 1,8,32,64,128 ;;
     fp8)
-      for model in 20b 120b; do
-        cells "$model" --dense fp8_block128 --decode 1024:1,64 --decode 8192:1,64 --prefill 8192
-      done
+      cells 20b fp8_block128 8192 1,64
+      cells 120b fp8_block128 8192 1,64
       ;;
     ops) bench ops ops --model gpt-oss-20b --batch 1,64 --prefill 1024,8192 --out "$out/ops.jsonl" ;;
     *) echo "unknown: $what" && exit 2 ;;
