@@ -1,8 +1,10 @@
 """Puts a run of h200.sh into the results file: `python tests/perf/h200_merge.py FOLDER`.
 
-A line of results/h200.jsonl is a cell as the client saw it (client.jsonl), with graph_ms and distinct_experts of that
-cell in core.jsonl, which a client cannot see; `graph_share` is graph_ms / ms. Cells of the same configuration that are
-there already are replaced.
+A decode cell was measured twice: at a client, behind prompts that were read (client.jsonl), and at the engine core,
+behind keys made of random numbers (core.jsonl). The line of results/h200.jsonl is the slower of the two, with both
+times (client_ms, core_ms), and graph_ms and distinct_experts of the core: behind real prompts the hidden states of a
+random model resemble each other, so fewer experts may be in use than uniform routing has, and a cell looks too fast.
+A prompt's cell is the client's; its experts are not counted. Cells of a configuration that are there are replaced.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     options = parser.parse_args()
     core, merged = read(options.folder / "core.jsonl"), read(options.results)
-    for cell, record in read(options.folder / "client.jsonl").items():
-        for name in FROM_CORE:
-            record[name] = core[cell][name] if cell in core else None
-        if record["graph_ms"] is not None:
-            record["graph_share"] = round(record["graph_ms"] / record["ms"], 3)
+    for cell, seen in read(options.folder / "client.jsonl").items():
+        inside = core.get(cell)
+        record = seen if inside is None or seen["ms"] >= inside["ms"] else inside
+        record["client_ms"] = seen["ms"]
+        if inside is not None:
+            record |= {"core_ms": inside["ms"], **{name: inside[name] for name in FROM_CORE}}
         merged[cell] = record
     options.results.write_text("".join(json.dumps(record) + "\n" for record in merged.values()), encoding="utf-8")
     print(f"{options.results}: {len(merged)} cells")
