@@ -174,6 +174,12 @@ class Manifest:
             values[name] = _build(part, raw.get(name), name)
         if not isinstance(raw["files"], dict):
             raise SpecError(f"manifest.files is {type(raw['files']).__name__}, not an object")
+        for name in ("provenance", "exactness"):
+            if not isinstance(raw.get(name, {}), dict):
+                raise SpecError(f"manifest.{name} is {type(raw[name]).__name__}, not an object")
+        seed = raw.get("provenance", {}).get(RANDOM_SEED, 0)
+        if type(seed) is not int or seed < 0:
+            raise SpecError(f"manifest.provenance.{RANDOM_SEED} is {seed!r}, not a whole number of at least 0")
         values["files"] = {name: _build(FileEntry, entry, f"files[{name!r}]") for name, entry in raw["files"].items()}
         layers, kinds = values["model"].num_layers, values["model"].layer_types
         if len(kinds) != layers:

@@ -95,7 +95,7 @@ def mutations() -> Iterator[tuple[str, Any]]:
     yield "number", 3
 
 
-ALLOWED = {"min_tokens", "logprobs", "prompt_logprobs", "deadline_ms", "cache_salt", "request_id"}
+ALLOWED = {"min_tokens", "logprobs", "prompt_logprobs", "deadline_ms", "cache_salt", "request_id", "trace"}
 
 
 def test_wrong_fields_are_named() -> None:
