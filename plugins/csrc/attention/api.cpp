@@ -2,11 +2,13 @@
 // plan, then launch.
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdint>
 
 #include "attention/launch.h"
 #include "attention/plan.h"
+#include "core/checks.h"
 #include "core/status.h"
 #include "gptoss_trt.h"
 
@@ -15,6 +17,7 @@ namespace {
 
 using Args = gptoss_trt_attention_args;
 
+constexpr const char* kCall = "attention";
 constexpr int kMaxGrid = 65535;  // CUDA's limit in y and z
 constexpr int kMaxQueries = 8;   // tokens of a sequence in a decode call
 constexpr int kLeastBlockTokens = 16;
@@ -23,16 +26,8 @@ constexpr int kDecodePlans = 3;
 constexpr int kPrefillPlans = 3;
 
 gptoss_trt_status check_sizes(const Args* args, int plans) {
-  if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: args is null");
-  if (args->size != sizeof(Args)) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                "attention: args->size is %" PRIu32 ", this library's struct has %zu bytes",
-                args->size, sizeof(Args));
-  }
-  struct Range {
-    const char* name;
-    int64_t value, low, high;
-  };
+  gptoss_trt_status status = check_struct(kCall, args);
+  if (status != GPTOSS_TRT_OK) return status;
   const Range ranges[] = {
       {"plan", args->plan, 0, plans},
       {"parts", args->parts, 0, kMaxParts},
@@ -42,17 +37,14 @@ gptoss_trt_status check_sizes(const Args* args, int plans) {
       {"heads", args->heads, args->kv_heads * int64_t{kGroup}, args->kv_heads * int64_t{kGroup}},
       {"head_dim", args->head_dim, kHeadDim, kHeadDim},
       {"block_tokens", args->block_tokens, kLeastBlockTokens, kMostBlockTokens},
-      {"blocks", args->blocks, 0, INT32_MAX / (kMostBlockTokens * args->kv_heads)},
+      {"blocks", args->blocks, 0,
+       INT32_MAX / (int64_t{kMostBlockTokens} * std::max(args->kv_heads, 1))},
       {"table_width", args->table_width, 0, INT32_MAX / kMostBlockTokens},
       {"window", args->window, 0, INT32_MAX / 2},
       {"flags", args->flags, 0, GPTOSS_TRT_ATTENTION_DEPENDENT_LAUNCH},
   };
-  for (const Range& range : ranges) {
-    if (range.value >= range.low && range.value <= range.high) continue;
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                "attention: %s is %" PRId64 ", outside %" PRId64 " to %" PRId64, range.name,
-                range.value, range.low, range.high);
-  }
+  status = check_ranges(kCall, ranges);
+  if (status != GPTOSS_TRT_OK) return status;
   if ((args->block_tokens & (args->block_tokens - 1)) != 0) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT,
                 "attention: block_tokens is %" PRId32 ", not 16, 32 or 64", args->block_tokens);
@@ -64,20 +56,7 @@ gptoss_trt_status check_sizes(const Args* args, int plans) {
   return GPTOSS_TRT_OK;
 }
 
-gptoss_trt_status check_pointer(const char* name, const void* pointer, uint64_t alignment) {
-  if (pointer == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: %s is null", name);
-  if (reinterpret_cast<uintptr_t>(pointer) % alignment == 0) return GPTOSS_TRT_OK;
-  return fail(GPTOSS_TRT_INVALID_ARGUMENT, "attention: %s at %p is not aligned to %" PRIu64, name,
-              pointer, alignment);
-}
-
 gptoss_trt_status check_pointers(const Args& args, bool prefill, bool split) {
-  struct Need {
-    const char* name;
-    const void* pointer;
-    uint64_t alignment;
-    bool needed;
-  };
   const Need needs[] = {
       {"q", args.q, 16, true},
       {"k_cache", args.k_cache, 16, true},
@@ -90,26 +69,7 @@ gptoss_trt_status check_pointers(const Args& args, bool prefill, bool split) {
       {"tickets", args.tickets, 4, split},
       {"workspace", args.workspace, 256, split},
   };
-  for (const Need& need : needs) {
-    if (!need.needed) continue;
-    const auto status = check_pointer(need.name, need.pointer, need.alignment);
-    if (status != GPTOSS_TRT_OK) return status;
-  }
-  return GPTOSS_TRT_OK;
-}
-
-gptoss_trt_status cuda_failure(const char* what, cudaError_t error) {
-  return fail(GPTOSS_TRT_CUDA_ERROR, "attention: %s failed: %s", what, cudaGetErrorString(error));
-}
-
-gptoss_trt_status check_card() {
-  int device = 0, major = 0;
-  const cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure("cudaGetDevice", error);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (major == 9) return GPTOSS_TRT_OK;
-  return fail(GPTOSS_TRT_UNSUPPORTED,
-              "attention: compute capability %d.x, the library holds sm_90a code only", major);
+  return check_needs(kCall, needs);
 }
 
 LaunchOptions options_of(const Args& args, gptoss_trt_stream stream) {
@@ -129,7 +89,8 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
                 "attention: workspace has %" PRIu64 " bytes, %" PRId64 " are needed for %d parts",
                 args.workspace_bytes, layout.total_bytes, plan.parts);
   }
-  status = check_card();
+  int multiprocessors = 0;
+  status = check_card(kCall, &multiprocessors);
   if (status != GPTOSS_TRT_OK) return status;
   auto* workspace = static_cast<uint8_t*>(args.workspace);
   DecodeParams p{};
@@ -157,7 +118,7 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   p.parts = plan.parts;
   p.part_keys = plan.part_keys;
   const cudaError_t error = launch_decode(p, plan, args.tokens, options_of(args, stream));
-  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 
 gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
@@ -173,7 +134,8 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
                   "attention_prefill: plan %" PRId32 " takes windows of 1 to %d, not %" PRId32,
                   args.plan, kMostWindow, args.window);
   }
-  if (status == GPTOSS_TRT_OK) status = check_card();
+  int multiprocessors = 0;
+  if (status == GPTOSS_TRT_OK) status = check_card(kCall, &multiprocessors);
   if (status != GPTOSS_TRT_OK) return status;
   PrefillParams p{};
   p.block_table = args.block_table;
@@ -191,7 +153,7 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
   p.window = args.window;
   const PrefillTensors tensors{args.q, args.k_cache, args.v_cache};
   const cudaError_t error = launch_prefill(p, tensors, kind, options_of(args, stream));
-  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 
 }  // namespace

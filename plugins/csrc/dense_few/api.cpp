@@ -3,6 +3,7 @@
 #include <cinttypes>
 #include <cstdint>
 
+#include "core/checks.h"
 #include "core/status.h"
 #include "dense_few/params.h"
 #include "gptoss_trt.h"
@@ -12,39 +13,34 @@ namespace {
 
 using Args = gptoss_trt_dense_few_args;
 
+constexpr const char* kCall = "dense_few";
+
 gptoss_trt_status check_sizes(const Args* args) {
-  if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_few: args is null");
-  if (args->size != sizeof(Args)) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                "dense_few: args->size is %" PRIu32 ", this library's struct has %zu bytes",
-                args->size, sizeof(Args));
-  }
+  gptoss_trt_status status = check_struct(kCall, args);
+  if (status != GPTOSS_TRT_OK) return status;
   const bool fp8 = args->format == GPTOSS_TRT_DENSE_FP8;
-  struct Range {
-    const char* name;
-    int64_t value, low, high, step;
+  struct Stepped {
+    Range range;
+    int64_t step;
   };
-  const Range ranges[] = {
-      {"format", args->format, GPTOSS_TRT_DENSE_BF16, GPTOSS_TRT_DENSE_FP8, 1},
-      {"out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32, 1},
-      {"flags", args->flags, 0, GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH, 1},
-      {"tokens", args->tokens, 0, kMostTokens, 1},
-      {"n", args->n, 1, INT32_MAX / 2, 1},
-      {"k", args->k, fp8 ? 64 : 32, kMostColumns, fp8 ? 64 : 32},
-      {"first_segment", args->first_segment, 0, args->n, fp8 ? kTileRows : 1},
-      {"second_segment", args->second_segment, 0, args->n, fp8 ? kTileRows : 1},
+  const Stepped sizes[] = {
+      {{"format", args->format, GPTOSS_TRT_DENSE_BF16, GPTOSS_TRT_DENSE_FP8}, 1},
+      {{"out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32}, 1},
+      {{"flags", args->flags, 0, GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH}, 1},
+      {{"tokens", args->tokens, 0, kMostTokens}, 1},
+      {{"n", args->n, 1, INT32_MAX / 2}, 1},
+      {{"k", args->k, fp8 ? 64 : 32, kMostColumns}, fp8 ? 64 : 32},
+      {{"first_segment", args->first_segment, 0, args->n}, fp8 ? kTileRows : 1},
+      {{"second_segment", args->second_segment, 0, args->n}, fp8 ? kTileRows : 1},
   };
-  for (const Range& range : ranges) {
-    if (range.value < range.low || range.value > range.high) {
-      return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                  "dense_few: %s is %" PRId64 ", outside %" PRId64 " to %" PRId64, range.name,
-                  range.value, range.low, range.high);
-    }
+  for (const auto& [range, step] : sizes) {
+    status = check_range(kCall, range);
+    if (status != GPTOSS_TRT_OK) return status;
     // The last segment may end anywhere.
-    if (range.value % range.step != 0 && range.value != args->n) {
+    if (range.value % step != 0 && range.value != args->n) {
       return fail(GPTOSS_TRT_INVALID_ARGUMENT,
                   "dense_few: %s is %" PRId64 ", no multiple of %" PRId64, range.name, range.value,
-                  range.step);
+                  step);
     }
   }
   return GPTOSS_TRT_OK;
@@ -52,12 +48,6 @@ gptoss_trt_status check_sizes(const Args* args) {
 
 gptoss_trt_status check_pointers(const Args& args) {
   const bool fp8 = args.format == GPTOSS_TRT_DENSE_FP8;
-  struct Need {
-    const char* name;
-    const void* pointer;
-    uint64_t alignment;
-    bool needed;
-  };
   const Need needs[] = {
       {"x", args.x, 16, true},
       {"x_scale", args.x_scale, 4, fp8},
@@ -66,34 +56,13 @@ gptoss_trt_status check_pointers(const Args& args) {
       {"bias", args.bias, 2, args.bias != nullptr},
       {"out", args.out, 4, true},
   };
-  for (const Need& need : needs) {
-    if (!need.needed) continue;
-    if (need.pointer == nullptr) {
-      return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_few: %s is null", need.name);
-    }
-    if (reinterpret_cast<uintptr_t>(need.pointer) % need.alignment != 0) {
-      return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_few: %s at %p is not aligned to %" PRIu64,
-                  need.name, need.pointer, need.alignment);
-    }
-  }
-  return GPTOSS_TRT_OK;
-}
-
-gptoss_trt_status cuda_failure(const char* what, cudaError_t error) {
-  return fail(GPTOSS_TRT_CUDA_ERROR, "dense_few: %s failed: %s", what, cudaGetErrorString(error));
+  return check_needs(kCall, needs);
 }
 
 gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
-  int device = 0, major = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure("cudaGetDevice", error);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return cuda_failure("cudaDeviceGetAttribute", error);
-  if (major != 9) {
-    return fail(GPTOSS_TRT_UNSUPPORTED,
-                "dense_few: compute capability %d.x, the library holds sm_90a code only", major);
-  }
+  int multiprocessors = 0;
+  const gptoss_trt_status status = check_card(kCall, &multiprocessors);
+  if (status != GPTOSS_TRT_OK) return status;
   Params p{};
   p.x = static_cast<const uint8_t*>(args.x);
   p.x_scale = args.x_scale;
@@ -109,8 +78,8 @@ gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
   p.out_fp32 = args.out_dtype == GPTOSS_TRT_FP32;
   const LaunchOptions options{(args.flags & GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH) != 0,
                               multiprocessors, static_cast<cudaStream_t>(stream)};
-  error = launch_dense_few(static_cast<Format>(args.format), p, options);
-  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
+  const cudaError_t error = launch_dense_few(static_cast<Format>(args.format), p, options);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 #include <cinttypes>
 #include <cstdint>
 
+#include "core/checks.h"
 #include "core/status.h"
 #include "gptoss_trt.h"
 #include "moe_gemm_fp8/launch.h"
@@ -15,17 +16,11 @@ namespace {
 
 using Args = gptoss_trt_moe_gemm_args;
 
+constexpr const char* kCall = "moe_gemm_fp8";
 constexpr int kMaxExperts = 1024;
 constexpr int kMaxTopK = 32;
 constexpr int kMaxGridY = 65535;  // CUDA's limit, met by the SIMT plan only
 constexpr uint32_t kKnownFlags = GPTOSS_TRT_MOE_DEPENDENT_LAUNCH | GPTOSS_TRT_MOE_ROUTING_READY;
-
-gptoss_trt_status check_range(const char* name, int64_t value, int64_t low, int64_t high) {
-  if (value >= low && value <= high) return GPTOSS_TRT_OK;
-  return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-              "moe_gemm_fp8: %s is %" PRId64 ", outside %" PRId64 " to %" PRId64, name, value, low,
-              high);
-}
 
 gptoss_trt_status check_columns(int n, int k) {
   if (n < 2 || n % 2 != 0) {
@@ -39,16 +34,8 @@ gptoss_trt_status check_columns(int n, int k) {
 }
 
 gptoss_trt_status check_sizes(const Args* args) {
-  if (args == nullptr) return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: args is null");
-  if (args->size != sizeof(Args)) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                "moe_gemm_fp8: args->size is %" PRIu32 ", this library's struct has %zu bytes",
-                args->size, sizeof(Args));
-  }
-  struct Range {
-    const char* name;
-    int64_t value, low, high;
-  };
+  gptoss_trt_status status = check_struct(kCall, args);
+  if (status != GPTOSS_TRT_OK) return status;
   const Range ranges[] = {
       {"product", args->product, GPTOSS_TRT_MOE_GATE_UP, GPTOSS_TRT_MOE_DOWN},
       {"storage", args->storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8},
@@ -60,12 +47,10 @@ gptoss_trt_status check_sizes(const Args* args) {
       {"max_tokens", args->max_tokens, 0, INT32_MAX / kMaxTopK},
       {"tokens", args->tokens, 0, args->max_tokens},
   };
-  for (const Range& range : ranges) {
-    const auto status = check_range(range.name, range.value, range.low, range.high);
-    if (status != GPTOSS_TRT_OK) return status;
-  }
+  status = check_ranges(kCall, ranges);
+  if (status != GPTOSS_TRT_OK) return status;
   if (args->product == GPTOSS_TRT_MOE_DOWN) {
-    const auto status = check_range("out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32);
+    status = check_range(kCall, {"out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32});
     if (status != GPTOSS_TRT_OK) return status;
   }
   if ((args->flags & ~kKnownFlags) != 0) {
@@ -75,26 +60,9 @@ gptoss_trt_status check_sizes(const Args* args) {
   return check_columns(args->n, args->k);
 }
 
-gptoss_trt_status check_pointer(const char* name, const void* pointer, uint64_t alignment) {
-  if (pointer == nullptr) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: %s is null", name);
-  }
-  if (reinterpret_cast<uintptr_t>(pointer) % alignment != 0) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_gemm_fp8: %s at %p is not aligned to %" PRIu64,
-                name, pointer, alignment);
-  }
-  return GPTOSS_TRT_OK;
-}
-
 gptoss_trt_status check_pointers(const Args& args) {
   const bool gate_up = args.product == GPTOSS_TRT_MOE_GATE_UP;
   const bool is_static = args.scale_mode == GPTOSS_TRT_SCALE_STATIC;
-  struct Need {
-    const char* name;
-    const void* pointer;
-    uint64_t alignment;
-    bool needed;
-  };
   const Need needs[] = {
       {"weights", args.weights, 128, true},
       {"bias", args.bias, 4, args.bias != nullptr},
@@ -106,12 +74,7 @@ gptoss_trt_status check_pointers(const Args& args) {
       {"out", args.out, 8, true},
       {"out_scale", args.out_scale, 4, gate_up && !is_static},
   };
-  for (const Need& need : needs) {
-    if (!need.needed) continue;
-    const auto status = check_pointer(need.name, need.pointer, need.alignment);
-    if (status != GPTOSS_TRT_OK) return status;
-  }
-  return GPTOSS_TRT_OK;
+  return check_needs(kCall, needs);
 }
 
 gptoss_trt_status check_workspace(const Args& args, const WorkspaceLayout& layout) {
@@ -122,12 +85,7 @@ gptoss_trt_status check_workspace(const Args& args, const WorkspaceLayout& layou
                 " are needed for max_tokens %" PRId32,
                 args.workspace_bytes, layout.total_bytes, args.max_tokens);
   }
-  return check_pointer("workspace", args.workspace, 256);
-}
-
-gptoss_trt_status cuda_failure(const char* what, cudaError_t error) {
-  return fail(GPTOSS_TRT_CUDA_ERROR, "moe_gemm_fp8: %s failed: %s", what,
-              cudaGetErrorString(error));
+  return check_pointer(kCall, "workspace", args.workspace, 256);
 }
 
 Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& layout) {
@@ -208,22 +166,16 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
   gptoss_trt_status status = check_plan(args, plan);
   if (status == GPTOSS_TRT_OK) status = check_workspace(args, layout);
   if (status != GPTOSS_TRT_OK || args.tokens == 0) return status;
-  int device = 0, major = 0, multiprocessors = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error != cudaSuccess) return cuda_failure("cudaGetDevice", error);
-  cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  error = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
-  if (error != cudaSuccess) return cuda_failure("cudaDeviceGetAttribute", error);
-  if (major != 9) {
-    return fail(GPTOSS_TRT_UNSUPPORTED,
-                "moe_gemm_fp8: compute capability %d.x, the library holds sm_90a code only", major);
-  }
+  int multiprocessors = 0;
+  status = check_card(kCall, &multiprocessors);
+  if (status != GPTOSS_TRT_OK) return status;
   const LaunchOptions options{
       args.product == GPTOSS_TRT_MOE_GATE_UP,
       args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64,
       (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors, stream};
   const Params params = make_params(args, plan, layout);
   const auto storage = static_cast<Storage>(args.storage);
+  cudaError_t error = cudaSuccess;
   switch (plan.kind) {
     case GPTOSS_TRT_MOE_PLAN_SIMT:
       error = launch_simt(storage, params, options);
@@ -234,7 +186,7 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
     default:
       error = launch_wgmma(storage, params, options);
   }
-  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("launch", error);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 
 }  // namespace
@@ -247,7 +199,7 @@ extern "C" gptoss_trt_status gptoss_trt_moe_weight_bytes(int32_t storage, int32_
     return gptoss::fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_weight_bytes: bytes is null");
   }
   gptoss_trt_status status =
-      check_range("storage", storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8);
+      gptoss::check_range(kCall, {"storage", storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8});
   if (status == GPTOSS_TRT_OK) status = check_columns(n, k);
   if (status != GPTOSS_TRT_OK) return status;
   *bytes = static_cast<uint64_t>(expert_bytes(static_cast<Storage>(storage), n, k));
@@ -276,7 +228,8 @@ extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8_prepare(const gptoss_trt_mo
   if (status != GPTOSS_TRT_OK || layout.counter_bytes == 0) return status;
   const cudaError_t error =
       cudaMemsetAsync(args->workspace, 0, layout.counter_bytes, static_cast<cudaStream_t>(stream));
-  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure("cudaMemsetAsync", error);
+  return error == cudaSuccess ? GPTOSS_TRT_OK
+                              : gptoss::cuda_failure(kCall, "cudaMemsetAsync", error);
 }
 
 extern "C" gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_gemm_args* args,
