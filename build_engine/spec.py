@@ -26,6 +26,7 @@ Experts = Literal["mxfp4", "fp8_block128"]
 Dense = Literal["bf16", "fp8_block128"]
 Kv = Literal["bf16", "fp8"]
 HScale = Literal["block128", "block64", "static"]
+H_GROUPS = {"block128": 128, "block64": 64, "static": 0}  # channels that share a scale; 0: one scale of 2^-3 for all
 WeightLayout = Literal["plain", "sm90_v1"]
 LayerType = Literal["sliding_attention", "full_attention"]
 PARALLEL_SIZES = (1, 2, 4, 8)

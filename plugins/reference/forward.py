@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from gptoss_trt.build_engine.spec import H_GROUPS
 from gptoss_trt.reference.act_quant import fake_quant
 from gptoss_trt.reference.attention import PagedKv, attention_prefill
 from gptoss_trt.reference.dense import dense
@@ -28,7 +29,6 @@ from gptoss_trt.reference.rope_kv_append import kv_slots, split_rotate, store_kv
 from gptoss_trt.reference.rounding import UNQUANTISED, Numerics
 
 _BLOCK_TOKENS = 64
-_QUANT_GROUPS = {"block128": 128, "block64": 64, "static": 0}
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class ReferenceModel:
             inner=numerics.inner,
         )
         if numerics.quantise:
-            h = fake_quant(h, _QUANT_GROUPS[arch.h_scale])
+            h = fake_quant(h, H_GROUPS[arch.h_scale])
         weighted = moe_down(
             h,
             lambda expert: self._make_product(down[expert]),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from gptoss_trt.build_engine.spec import Formats, ModelConfig, qkv_segments
+from gptoss_trt.build_engine.spec import H_GROUPS, Formats, ModelConfig, qkv_segments
 from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
 from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
@@ -21,7 +21,6 @@ from gptoss_trt.runtime.model.cuda_graph import padded_width
 from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 E4M3 = torch.float8_e4m3fn
-H_GROUPS = {"block128": 128, "block64": 64, "static": 0}
 BLOCK_TOKENS = 64
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from gptoss_trt.build_engine.spec import qkv_segments
+from gptoss_trt.build_engine.spec import H_GROUPS, qkv_segments
 from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
@@ -19,7 +19,6 @@ from gptoss_trt.runtime.model.loader import RankWeights
 from gptoss_trt.runtime.model.step import Step
 
 E4M3 = torch.float8_e4m3fn
-H_GROUPS = {"block128": 128, "block64": 64, "static": 0}
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,12 @@ import json
 import torch
 
 from gptoss_trt.build_engine.shapes import model_config
-from gptoss_trt.build_engine.spec import Formats
+from gptoss_trt.build_engine.spec import H_GROUPS, Formats
 from gptoss_trt.reference import mxfp4
 from gptoss_trt.reference.act_quant import fake_quant
 from gptoss_trt.reference.moe_gemm_fp8 import swiglu
 from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
-GROUPS = {"block128": 128, "block64": 64, "static": 0}
 TOKENS, EXPERTS, LIMIT, ALPHA = 16, 4, 7.0, 1.702
 GAINS = (0.03, 0.1, 0.3, 1.0, 3.0)
 OUTLIERS = 20.0  # one channel in 360 is so many times larger, as some of trained models are
@@ -44,13 +43,13 @@ def main() -> None:
 
 def measured(x: torch.Tensor, weights: list[list[torch.Tensor]], gain: float) -> dict[str, float]:
     """Errors of the layer for tokens x fp32 [T, H]."""
-    exact, seen = torch.zeros_like(x), {name: torch.zeros_like(x) for name in GROUPS}
+    exact, seen = torch.zeros_like(x), {name: torch.zeros_like(x) for name in H_GROUPS}
     sizes = []
     for gate_up, down in zip(*weights, strict=True):
         exact += swiglu(gain * (x @ gate_up.T), LIMIT, ALPHA) @ down.T / EXPERTS
         h = swiglu(gain * (fake_quant(x) @ gate_up.T), LIMIT, ALPHA)
         sizes.append(h.square().mean())
-        for name, group in GROUPS.items():
+        for name, group in H_GROUPS.items():
             seen[name] += fake_quant(h, group) @ down.T / EXPERTS
     errors = {name: float((out - exact).norm() / exact.norm()) for name, out in seen.items()}
     return {

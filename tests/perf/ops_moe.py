@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from gptoss_trt.build_engine.spec import H_GROUPS
 from gptoss_trt.ops import library, weight_layout
 from gptoss_trt.ops.library import Plan, Storage
 from gptoss_trt.ops.moe_gemm_fp8 import Options, moe_down, moe_gate_up
@@ -30,7 +31,6 @@ HIDDEN, INTER, TOP_K = 2880, 2880, 4
 EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
 BANDWIDTH = 4.54e12  # bytes per second, the most that a kernel which only reads reached on an H200
 BYTES_PER_WEIGHT = {Storage.MXFP4: 4.25 / 8, Storage.FP8: 1.0 + 4 / (128 * 128)}
-H_GROUPS = {"static": 0, "block64": 64, "block128": 128}
 MIN_LAUNCHES = 24
 MANY_TOKENS = 1024  # from here on a launch is long enough for few of them to tell
 
