@@ -1,0 +1,255 @@
+"""Decode cells through a running tritonserver and, under the same load, at its engine's own socket.
+
+    gptoss-trt serve engine/ --state-dir state --instances 4 --json    # prints the URLs and the server's state folder
+    python tests/perf/served_decode.py engine/ --url grpc://127.0.0.1:8001 --state state/server-8000 --out FILE
+
+One JSON line for each way and concurrency: `tok_s` and `ms` over the time in which every stream was decoding (the cells
+of results/h200.jsonl are measured so), `all_tok_s` from the first submission to the last token with the prompts in it,
+tokens a response, times to the first token, and the CPU seconds that each kind of process spent a second. Streams are
+spread over client processes: one Python process is no client for 20,000 tokens a second. Temperature 1, random ids.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import datetime
+import json
+import multiprocessing
+import queue
+import random
+import time
+from collections import Counter
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from gptoss_trt.client.connect import connect_async
+from gptoss_trt.client.protocol import END_ID_NEVER
+from gptoss_trt.client.requests import Sampling
+from gptoss_trt.runtime.engine import messages
+from gptoss_trt.runtime.engine.client import EngineClient
+
+WAYS = ("tritonserver", "engine")
+WARM_TOKENS = 8  # of every stream, before the time counts
+VOCABULARY = 200_000  # ids below the special tokens
+ANSWER_S = 60.0
+
+Arrivals = list[list[tuple[float, int]]]  # for each stream, (time.perf_counter, tokens) of each response
+
+
+@dataclass(frozen=True)
+class Load:
+    """What one client process sends at once."""
+
+    way: str
+    streams: int
+    input_tokens: int
+    output_tokens: int
+    seed: int
+
+    def prompts(self) -> list[tuple[int, ...]]:
+        source = random.Random(self.seed)
+        return [tuple(source.choices(range(VOCABULARY), k=self.input_tokens)) for _ in range(self.streams)]
+
+
+def client_process(pipe: Connection, url: str, engine: Path, state: Path) -> None:
+    """Answers each Load from the pipe with Arrivals, until None comes; both ways stay connected meanwhile."""
+    direct = EngineClient(engine, state_dir=state, start=False)
+    loop = asyncio.new_event_loop()
+    client = loop.run_until_complete(_connected(url))
+    while (load := pipe.recv()) is not None:
+        prompts = load.prompts()
+        pipe.send("ready")
+        pipe.recv()
+        if load.way == "engine":
+            pipe.send(_ask_engine(direct, load, prompts))
+        else:
+            pipe.send(loop.run_until_complete(_ask_server(client, load, prompts)))
+    direct.close()
+
+
+async def _connected(url: str) -> Any:
+    return connect_async(url)
+
+
+async def _ask_server(client: Any, load: Load, prompts: list[tuple[int, ...]]) -> Arrivals:
+    async def stream(number: int, ids: tuple[int, ...]) -> list[tuple[float, int]]:
+        sampling = Sampling(temperature=1.0, top_p=1.0, seed=load.seed + number, end_id=END_ID_NEVER)
+        arrivals = []
+        tokens = client.stream_tokens(ids, load.output_tokens, sampling, model="tensorrt_llm", timeout_s=ANSWER_S)
+        async with tokens as pieces:
+            async for piece in pieces:
+                if piece.ids:
+                    arrivals.append((time.perf_counter(), len(piece.ids)))
+        return arrivals
+
+    return list(await asyncio.gather(*(stream(number, ids) for number, ids in enumerate(prompts))))
+
+
+def _ask_engine(client: EngineClient, load: Load, prompts: list[tuple[int, ...]]) -> Arrivals:
+    events: queue.SimpleQueue[tuple[int, float, messages.Event]] = queue.SimpleQueue()
+    arrivals: Arrivals = [[] for _ in prompts]
+
+    def sink_of(number: int) -> Any:
+        return lambda event: events.put((number, time.perf_counter(), event))
+
+    for number, ids in enumerate(prompts):
+        sampling = messages.Sampling(seed=load.seed + number)
+        submit = messages.Submit(f"direct-{load.seed}-{number}", ids, load.output_tokens, sampling=sampling)
+        client.submit(submit, sink_of(number))
+    left = len(prompts)
+    while left:
+        number, at, event = events.get(timeout=ANSWER_S)
+        if isinstance(event, messages.Error):
+            raise RuntimeError(f"{event.code}: {event.message}")
+        if isinstance(event, messages.Tokens):
+            arrivals[number].append((at, len(event.token_ids)))
+        left -= isinstance(event, messages.Finished)
+    return arrivals
+
+
+class Clients:
+    """Client processes that send at the same moment."""
+
+    def __init__(self, count: int, url: str, engine: Path, state: Path) -> None:
+        spawn = multiprocessing.get_context("spawn")
+        self._pipes: list[Connection] = []
+        for _ in range(count):
+            ours, theirs = spawn.Pipe()
+            spawn.Process(target=client_process, args=(theirs, url, engine, state), daemon=True).start()
+            theirs.close()
+            self._pipes.append(ours)
+
+    def ask(self, loads: list[Load]) -> tuple[float, Arrivals]:
+        """When the loads were let go, and the arrivals of all their streams. Raises EOFError for a client that died."""
+        used = list(zip(self._pipes, loads, strict=False))
+        for pipe, load in used:
+            pipe.send(load)
+        for pipe, _ in used:
+            pipe.recv()
+        began = time.perf_counter()
+        for pipe, _ in used:
+            pipe.send("go")
+        return began, [stream for pipe, _ in used for stream in pipe.recv()]
+
+    def close(self) -> None:
+        for pipe in self._pipes:
+            pipe.send(None)
+
+
+def kind_of(process: psutil.Process) -> str | None:
+    """Which part of the server a process is; None for others."""
+    line = " ".join(process.cmdline())
+    for kind, sign in (("stubs", "triton_python_backend_stub"), ("engine", "runtime.engine.process")):
+        if sign in line:
+            return kind
+    return "server" if process.name().startswith("tritonserver") else None
+
+
+def cpu_seconds() -> Counter[str]:
+    """CPU seconds so far of each kind of process."""
+    spent: Counter[str] = Counter()
+    for process in psutil.process_iter():
+        try:
+            kind = kind_of(process)
+            if kind is not None:
+                times = process.cpu_times()
+                spent[kind] += times.user + times.system
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return spent
+
+
+def figures(began: float, arrivals: Arrivals, spent: Counter[str]) -> dict[str, Any]:
+    """The line's figures. `tok_s` is None when the streams never decoded all at once."""
+    counts = [sum(tokens for _, tokens in stream) for stream in arrivals]
+    firsts = sorted(stream[0][0] - began for stream in arrivals)
+    ended = max(stream[-1][0] for stream in arrivals)
+    begin = max(_time_of_token(stream, WARM_TOKENS) for stream in arrivals)
+    end = min(stream[-1][0] for stream in arrivals)
+    inside = [(at, tokens) for stream in arrivals for at, tokens in stream if begin < at <= end]
+    steady = sum(tokens for _, tokens in inside) / (end - begin) if end > begin else None
+    wall = ended - began
+    return {
+        "tok_s": round(steady, 1) if steady else None,
+        "ms": round(1e3 * len(arrivals) / steady, 4) if steady else None,
+        "steady_s": round(max(0.0, end - begin), 3),
+        "all_tok_s": round(sum(counts) / wall, 1),
+        "wall_s": round(wall, 3),
+        "tokens_a_response": round(sum(tokens for _, tokens in inside) / max(1, len(inside)), 3),
+        "ttft_ms": {"p50": round(firsts[len(firsts) // 2] * 1e3, 2), "max": round(firsts[-1] * 1e3, 2)},
+        "short_answers": sum(count != max(counts) for count in counts),
+        "cpus": {kind: round(seconds / wall, 3) for kind, seconds in sorted(spent.items())},
+    }
+
+
+def _time_of_token(stream: list[tuple[float, int]], number: int) -> float:
+    seen = 0
+    for at, tokens in stream:
+        seen += tokens
+        if seen >= number:
+            return at
+    return stream[-1][0]
+
+
+def measure(clients: Clients, way: str, streams: int, options: argparse.Namespace, seed: int) -> dict[str, Any]:
+    shares = [
+        streams // options.processes + (number < streams % options.processes) for number in range(options.processes)
+    ]
+    loads = [
+        Load(way, share, options.input_tokens, options.output_tokens, seed + 1000 * number)
+        for number, share in enumerate(shares)
+        if share
+    ]
+    before = cpu_seconds()
+    began, arrivals = clients.ask(loads)
+    return figures(began, arrivals, cpu_seconds() - before)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("engine", type=Path, help="the engine directory that the server serves")
+    parser.add_argument("--url", default="grpc://127.0.0.1:8001", help="default: %(default)s")
+    parser.add_argument(
+        "--state", type=Path, required=True, help="the server's state folder, as `serve --json` prints it"
+    )
+    parser.add_argument("--concurrency", default="1,8,32,64,128", help="default: %(default)s")
+    parser.add_argument("--input-tokens", type=int, default=1024, help="default: %(default)s")
+    parser.add_argument("--output-tokens", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--processes", type=int, default=8, help="client processes; default: %(default)s")
+    parser.add_argument("--repeats", type=int, default=2, help="of each cell, the best stands; default: %(default)s")
+    parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
+    parser.add_argument("--note", action="append", default=[], metavar="KEY=VALUE", help="goes into every line")
+    parser.add_argument("--out", type=Path, help="lines are appended to this file too")
+    return parser.parse_args()
+
+
+def main() -> None:
+    options = parsed()
+    notes = dict(note.split("=", 1) for note in options.note)
+    clients = Clients(options.processes, options.url, options.engine, options.state)
+    seed = 1
+    for streams in map(int, options.concurrency.split(",")):
+        for way in options.ways.split(","):
+            tries = []
+            for _ in range(options.repeats):
+                seed += 1_000_000
+                tries.append(measure(clients, way, streams, options, seed))
+            best = max(tries, key=lambda line: line["tok_s"] or 0.0)
+            best["tries_tok_s"] = [line["tok_s"] for line in tries]
+            shape = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
+            date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+            line = json.dumps({"way": way, "concurrency": streams, **shape, **best, **notes, "date": date})
+            print(line, flush=True)
+            if options.out is not None:
+                with options.out.open("a", encoding="utf-8") as file:
+                    file.write(line + "\n")
+    clients.close()
+
+
+if __name__ == "__main__":
+    main()
