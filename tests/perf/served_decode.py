@@ -19,7 +19,6 @@ import multiprocessing
 import queue
 import random
 import time
-from collections import Counter
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -150,21 +149,21 @@ def kind_of(process: psutil.Process) -> str | None:
     return "server" if process.name().startswith("tritonserver") else None
 
 
-def cpu_seconds() -> Counter[str]:
+def cpu_seconds() -> dict[str, float]:
     """CPU seconds so far of each kind of process."""
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = {}
     for process in psutil.process_iter():
         try:
             kind = kind_of(process)
             if kind is not None:
                 times = process.cpu_times()
-                spent[kind] += times.user + times.system
+                spent[kind] = spent.get(kind, 0.0) + times.user + times.system
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return spent
 
 
-def figures(began: float, arrivals: Arrivals, spent: Counter[str]) -> dict[str, Any]:
+def figures(began: float, arrivals: Arrivals, spent: dict[str, float]) -> dict[str, Any]:
     """The line's figures. `tok_s` is None when the streams never decoded all at once."""
     counts = [sum(tokens for _, tokens in stream) for stream in arrivals]
     firsts = sorted(stream[0][0] - began for stream in arrivals)
@@ -207,7 +206,8 @@ def measure(clients: Clients, way: str, streams: int, options: argparse.Namespac
     ]
     before = cpu_seconds()
     began, arrivals = clients.ask(loads)
-    return figures(began, arrivals, cpu_seconds() - before)
+    spent = {kind: seconds - before.get(kind, 0.0) for kind, seconds in cpu_seconds().items()}
+    return figures(began, arrivals, spent)
 
 
 def parsed() -> argparse.Namespace:
