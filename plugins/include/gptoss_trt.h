@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 2
+#define GPTOSS_TRT_ABI_VERSION 3
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
@@ -250,6 +250,36 @@ typedef struct gptoss_trt_dense_few_args {
  * nothing. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or
  * CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few_args* args,
+                                                      gptoss_trt_stream stream);
+
+/* ---- dense_fp8: FP8 128x128 products of any number of tokens, on tensor cores ---------------- */
+
+typedef struct gptoss_trt_dense_fp8_args {
+  uint32_t size;             /* sizeof(gptoss_trt_dense_fp8_args) */
+  uint32_t flags;            /* GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH or 0 */
+  int32_t out_dtype;         /* gptoss_trt_dtype */
+  int32_t tokens;            /* at least 0 */
+  int32_t n;                 /* rows of weight, a multiple of 8 */
+  int32_t k;                 /* a multiple of 16 */
+  int32_t first_segment;     /* rows of the first two segments, multiples of 8; each begins a */
+  int32_t second_segment;    /* new row of scales. n, 0 where there is one */
+  int32_t tile_tokens;       /* 64, 128 or 256 of a block; 0 = chosen from the shape, as are share */
+  int32_t share;             /* and parts. Blocks that copy tokens together: 1 or 2 */
+  int32_t parts;             /* of K that different blocks sum, at most 8 and ceil(k / 128); with
+                                share 1. Results are equal bit for bit for equal parts only. */
+  const void* x;             /* e4m3 [tokens, k], 16-byte aligned, as are weight and out */
+  const float* x_scale;      /* [ceil(k / 128), tokens] */
+  const void* weight;        /* e4m3 [n, k] */
+  const float* weight_scale; /* [rows of scales, ceil(k / 128)] */
+  const void* bias;          /* bf16 [n], 8-byte aligned, or null for none */
+  void* out;                 /* [tokens, n] = x W^T + bias, fp32 sums rounded once. A token's bits
+                                do not depend on the other tokens, given the parts. */
+} gptoss_trt_dense_fp8_args;
+
+/* Launches the product on the stream; success means launched, not finished. tokens = 0 launches
+ * nothing. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or
+ * CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_args* args,
                                                       gptoss_trt_stream stream);
 
 #ifdef __cplusplus

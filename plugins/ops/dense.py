@@ -1,4 +1,4 @@
-"""dense and dense_fp8 on libgptoss_trt.so for few tokens; what it does not take goes to cuBLAS and Triton.
+"""dense and dense_fp8 on libgptoss_trt.so: few tokens of both, any number of FP8; the rest goes to cuBLAS and Triton.
 
 Invariant: which of them runs depends on shapes alone, so a captured graph fixes it, and up to MOST_TOKENS tokens a
 token's result does not depend on the others; above, it may round otherwise. Must not know layers.
@@ -6,10 +6,12 @@ token's result does not depend on the others; above, it may round otherwise. Mus
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from gptoss_trt.ops import library
-from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, OutDtype
+from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, DenseFp8Args, OutDtype
 from gptoss_trt.triton_kernels import dense as triton_dense
 
 # Measured on an H200: at 16 tokens cuBLAS takes 10.2 us for qkv and the kernel 13.3.
@@ -18,7 +20,20 @@ MOST_COLUMNS = 4096
 COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
 MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here
 SEGMENT_ROWS = 8
+TILE_COLUMNS = 16  # dense_fp8 of the library: K is a multiple of them
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the library's dense_fp8 cuts a product; 0 leaves it to the library. See gptoss_trt_dense_fp8_args."""
+
+    tokens: int = 0
+    share: int = 0
+    parts: int = 0
+
+
+CHOSEN = Tiles()
 
 
 def takes(dense_format: DenseFormat, x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
@@ -57,6 +72,51 @@ def dense_fp8(
         triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
 
 
+def takes_tiles(x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
+    """Whether `dense_fp8_tiles` takes the product of x [T, K] and weight [N, K]."""
+    return x.shape[1] % TILE_COLUMNS == 0 and all(rows % SEGMENT_ROWS == 0 for rows in [*segments, len(weight)])
+
+
+def dense_fp8_tiles(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+) -> None:
+    """dense_fp8 on tensor cores, cut as `tiles` says. Runs on the current stream. Raises LibraryError when the call
+    fails."""
+    first = _two_segments(segments, len(weight))
+    args = DenseFp8Args(
+        flags=library.DEPENDENT_LAUNCH,
+        out_dtype=_OUT_DTYPES[out.dtype],
+        tokens=x.shape[0],
+        n=weight.shape[0],
+        k=x.shape[1],
+        first_segment=first[0],
+        second_segment=first[1],
+        tile_tokens=tiles.tokens,
+        share=tiles.share,
+        parts=tiles.parts,
+        x=x.data_ptr(),
+        x_scale=x_scale.data_ptr(),
+        weight=weight.data_ptr(),
+        weight_scale=weight_scale.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(),
+        out=out.data_ptr(),
+    )
+    with torch.cuda.device(x.device):
+        library.load().dense_fp8(args, torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def _two_segments(segments: list[int], rows: int) -> list[int]:
+    """Rows of the first two segments, as the library wants them."""
+    return [*segments, 0, 0][:2] if segments else [rows, 0]
+
+
 def _launch(
     dense_format: DenseFormat,
     x: torch.Tensor,
@@ -67,7 +127,7 @@ def _launch(
     bias: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    first = [*segments, 0, 0] if segments else [len(weight), 0]
+    first = _two_segments(segments, len(weight))
     args = DenseFewArgs(
         flags=library.DEPENDENT_LAUNCH,
         format=dense_format,

@@ -11,7 +11,7 @@ import functools
 from enum import IntEnum
 from pathlib import Path
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 NAME = "libgptoss_trt.so"
 _HERE = Path(__file__).resolve()
 # Beside the packages (a wheel, or plugins/lib of a clone), then where `make library` builds.
@@ -170,6 +170,33 @@ class DenseFewArgs(ctypes.Structure):
         super().__init__(size=ctypes.sizeof(DenseFewArgs), **values)
 
 
+class DenseFp8Args(ctypes.Structure):
+    """gptoss_trt_dense_fp8_args; the header says what each field means. `size` is filled in."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("out_dtype", ctypes.c_int32),
+        ("tokens", ctypes.c_int32),
+        ("n", ctypes.c_int32),
+        ("k", ctypes.c_int32),
+        ("first_segment", ctypes.c_int32),
+        ("second_segment", ctypes.c_int32),
+        ("tile_tokens", ctypes.c_int32),
+        ("share", ctypes.c_int32),
+        ("parts", ctypes.c_int32),
+        ("x", ctypes.c_void_p),
+        ("x_scale", ctypes.c_void_p),
+        ("weight", ctypes.c_void_p),
+        ("weight_scale", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("out", ctypes.c_void_p),
+    )
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(DenseFp8Args), **values)
+
+
 class Library:
     """The loaded library. Methods raise LibraryError with the library's text when a call fails."""
 
@@ -198,6 +225,7 @@ class Library:
         self._handle.gptoss_trt_attention_decode.argtypes = (attention, stream)
         self._handle.gptoss_trt_attention_prefill.argtypes = (attention, stream)
         self._handle.gptoss_trt_dense_few.argtypes = (ctypes.POINTER(DenseFewArgs), stream)
+        self._handle.gptoss_trt_dense_fp8.argtypes = (ctypes.POINTER(DenseFp8Args), stream)
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -226,6 +254,10 @@ class Library:
     def dense_few(self, args: DenseFewArgs, stream: int) -> None:
         """Launches a product of few tokens on the stream; does not wait."""
         self._check(self._handle.gptoss_trt_dense_few(ctypes.byref(args), stream))
+
+    def dense_fp8(self, args: DenseFp8Args, stream: int) -> None:
+        """Launches an FP8 128x128 product on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_dense_fp8(ctypes.byref(args), stream))
 
     def attention_workspace(self, args: AttentionArgs) -> int:
         """Bytes of workspace that a decode call with these sizes needs."""

@@ -15,6 +15,7 @@ from gptoss_trt.ops.library import (
     AttentionArgs,
     DenseFewArgs,
     DenseFormat,
+    DenseFp8Args,
     Library,
     LibraryError,
     MoeGemmArgs,
@@ -74,7 +75,7 @@ def test_exported_symbols_equal_the_header(library: Library) -> None:
         ["nm", "-D", "--defined-only", str(library.path)], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listing.stdout.splitlines()} == declared
-    assert len(declared) == 10
+    assert len(declared) == 11
 
 
 def test_links_no_framework(library: Library) -> None:
@@ -277,3 +278,34 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
     assert [size(tokens=n, sequences=n) // slot for n in (1, 8, 16, 32, 40, 64)] == [256, 512, 512, 0, 1280, 0]
     short = [size(tokens=n, sequences=n, table_width=32) // slot for n in (1, 4, 8, 64)]
     assert short == [128, 512, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"out_dtype": 3}, "out_dtype is 3, outside 1 to 2"),
+        ({"flags": 2}, "flags is 2, outside 0 to 1"),
+        ({"tokens": -1}, "tokens is -1, outside 0"),
+        ({"n": 2884}, "n is 2884, no multiple of 8"),
+        ({"k": 2888}, "k is 2888, no multiple of 16"),
+        ({"first_segment": 4, "second_segment": 8}, "first_segment is 4, no multiple of 8"),
+        ({"second_segment": 2888}, "second_segment is 2888, outside 0 to 2880"),
+        ({"tile_tokens": 32}, "tile_tokens is 32, no multiple of 64"),
+        ({"tile_tokens": 192}, "tile_tokens is 192, not 64, 128 or 256"),
+        ({"share": 3}, "share is 3, outside 0 to 2"),
+        ({"share": 1, "parts": 9}, "parts is 9, outside 0 to 8"),
+        ({"share": 1, "parts": 4, "k": 384}, "parts is 4, outside 0 to 3"),
+        ({"share": 2, "parts": 2}, "parts is 2 with share 2, not 1"),
+        ({}, "x is null"),
+        ({"x": 4096, "x_scale": 4096, "weight": 4104}, "weight at 0x1008 is not aligned to 16"),
+    ],
+)
+def test_dense_fp8_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    values = {"out_dtype": OutDtype.BF16, "tokens": 64, "n": 2880, "k": 4096}
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.dense_fp8(DenseFp8Args(**(values | changes)), 0)
+
+
+def test_dense_fp8_of_nothing(library: Library) -> None:
+    pointers = dict.fromkeys(("x", "x_scale", "weight", "weight_scale", "out"), 4096)
+    library.dense_fp8(DenseFp8Args(out_dtype=OutDtype.BF16, n=8, k=32, **pointers), 0)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import library
-from gptoss_trt.ops.library import AttentionArgs, DenseFewArgs, Library, LibraryError, MoeGemmArgs
+from gptoss_trt.ops.library import AttentionArgs, DenseFewArgs, DenseFp8Args, Library, LibraryError, MoeGemmArgs
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
@@ -24,10 +24,13 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or "cc"
         (MoeGemmArgs, "gptoss_trt_moe_gemm_args"),
         (AttentionArgs, "gptoss_trt_attention_args"),
         (DenseFewArgs, "gptoss_trt_dense_few_args"),
+        (DenseFp8Args, "gptoss_trt_dense_fp8_args"),
     ],
 )
 def test_struct_layout_equals_the_compilers(
-    struct: type[MoeGemmArgs] | type[AttentionArgs] | type[DenseFewArgs], name_in_c: str, tmp_path: Path
+    struct: type[MoeGemmArgs] | type[AttentionArgs] | type[DenseFewArgs] | type[DenseFp8Args],
+    name_in_c: str,
+    tmp_path: Path,
 ) -> None:
     fields = [name for name, _ in struct._fields_]
     lines = [f'printf("{name} %zu\\n", offsetof({name_in_c}, {name}));' for name in fields]
@@ -98,7 +101,7 @@ def test_another_abi_version_is_refused(tmp_path: Path) -> None:
     source.write_text("int gptoss_trt_abi_version(void) { return 99; }\n")
     path = tmp_path / library.NAME
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(path)], check=True)
-    with pytest.raises(LibraryError, match="ABI version 99; this build calls 2"):
+    with pytest.raises(LibraryError, match=f"ABI version 99; this build calls {library.ABI_VERSION}"):
         Library(path)
 
 

@@ -1,0 +1,116 @@
+// Is the call legal? The C function of dense_fp8: checks with the values in their texts, then a
+// plan, then launch.
+#include <algorithm>
+#include <cinttypes>
+#include <cstdint>
+
+#include "core/checks.h"
+#include "core/status.h"
+#include "dense_fp8/launch.h"
+#include "gptoss_trt.h"
+
+namespace gptoss::dense_fp8 {
+namespace {
+
+using Args = gptoss_trt_dense_fp8_args;
+
+constexpr const char* kCall = "dense_fp8";
+constexpr int kLeastTile = 64, kMostTile = 256, kMostShare = 2;
+
+constexpr int blocks_of(int rows) { return (rows + kBlock - 1) / kBlock; }
+
+gptoss_trt_status check_sizes(const Args* args) {
+  gptoss_trt_status status = check_struct(kCall, args);
+  if (status != GPTOSS_TRT_OK) return status;
+  struct Stepped {
+    Range range;
+    int64_t step;
+  };
+  const Stepped sizes[] = {
+      {{"out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32}, 1},
+      {{"flags", args->flags, 0, GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH}, 1},
+      {{"tokens", args->tokens, 0, INT32_MAX / 2}, 1},
+      {{"n", args->n, kSegmentStep, INT32_MAX / 2}, kSegmentStep},
+      {{"k", args->k, 16, INT32_MAX / 2}, 16},  // what a tensor map's rows may be apart
+      {{"first_segment", args->first_segment, 0, args->n}, kSegmentStep},
+      {{"second_segment", args->second_segment, 0, args->n - args->first_segment}, kSegmentStep},
+      {{"tile_tokens", args->tile_tokens, 0, kMostTile}, kLeastTile},
+      {{"share", args->share, 0, kMostShare}, 1},
+      {{"parts", args->parts, 0, std::min(kMostParts, blocks_of(args->k))}, 1},
+  };
+  for (const auto& [range, step] : sizes) {
+    status = check_range(kCall, range);
+    if (status != GPTOSS_TRT_OK) return status;
+    if (range.value % step != 0) {
+      return fail(GPTOSS_TRT_INVALID_ARGUMENT,
+                  "dense_fp8: %s is %" PRId64 ", no multiple of %" PRId64, range.name, range.value,
+                  step);
+    }
+  }
+  if (args->tile_tokens == 3 * kLeastTile) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: tile_tokens is 192, not 64, 128 or 256");
+  }
+  if (args->parts > 1 && args->share != 1) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: parts is %d with share %d, not 1",
+                args->parts, args->share);
+  }
+  return GPTOSS_TRT_OK;
+}
+
+gptoss_trt_status check_pointers(const Args& args) {
+  const Need needs[] = {
+      {"x", args.x, 16, true},
+      {"x_scale", args.x_scale, 4, true},
+      {"weight", args.weight, 16, true},
+      {"weight_scale", args.weight_scale, 4, true},
+      {"bias", args.bias, 8, args.bias != nullptr},
+      {"out", args.out, 16, true},
+  };
+  return check_needs(kCall, needs);
+}
+
+// What the caller left open is chosen; a tile that was named is not divided unless asked.
+Plan plan_of(const Args& args, const Params& p, int multiprocessors) {
+  Plan plan = choose_plan(p.tokens, p.tiles, p.k_blocks, multiprocessors);
+  if (args.tile_tokens != 0) plan = {args.tile_tokens, 1, 1};
+  if (args.share != 0) plan.share = args.share;
+  if (args.parts != 0) plan.parts = args.parts;
+  if (plan.share > 1) plan.parts = 1;
+  return plan;
+}
+
+gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
+  int multiprocessors = 0;
+  const gptoss_trt_status status = check_card(kCall, &multiprocessors);
+  if (status != GPTOSS_TRT_OK) return status;
+  Params p{};
+  p.x_scale = args.x_scale;
+  p.weight_scale = args.weight_scale;
+  p.bias = static_cast<const uint16_t*>(args.bias);
+  p.out = args.out;
+  p.tokens = args.tokens;
+  p.n = args.n;
+  p.k_blocks = blocks_of(args.k);
+  p.segments[0] = args.first_segment;
+  p.segments[1] = args.second_segment;
+  p.tiles = blocks_of(args.first_segment) + blocks_of(args.second_segment) +
+            blocks_of(args.n - args.first_segment - args.second_segment);
+  p.out_fp32 = args.out_dtype == GPTOSS_TRT_FP32;
+  const Plan plan = plan_of(args, p, multiprocessors);
+  const LaunchOptions options{(args.flags & GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH) != 0,
+                              multiprocessors, static_cast<cudaStream_t>(stream)};
+  const cudaError_t error = launch_dense_fp8(plan, p, {args.x, args.weight, args.k}, options);
+  return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
+}
+
+}  // namespace
+}  // namespace gptoss::dense_fp8
+
+extern "C" gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_args* args,
+                                                  gptoss_trt_stream stream) {
+  using namespace gptoss::dense_fp8;
+  gptoss_trt_status status = check_sizes(args);
+  if (status == GPTOSS_TRT_OK) status = check_pointers(*args);
+  if (status != GPTOSS_TRT_OK || args->tokens == 0) return status;
+  return launch(*args, stream);
+}

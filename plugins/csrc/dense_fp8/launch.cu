@@ -1,0 +1,100 @@
+#include <cuda.h>
+
+#include <algorithm>
+
+#include "dense_fp8/kernel.cuh"
+#include "dense_fp8/launch.h"
+
+namespace gptoss::dense_fp8 {
+namespace {
+
+using Encode = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, asked for at run time: the library links no driver.
+Encode find_encode() {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                             12000, cudaEnableDefault, &result);
+  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
+  return reinterpret_cast<Encode>(function);
+}
+
+// e4m3 [rows, k], contiguous, cut into boxes of [box_rows, kBlock] with swizzled rows.
+cudaError_t encode_map(CUtensorMap* map, const void* base, int rows, int k, int box_rows) {
+  static const Encode encode = find_encode();
+  if (encode == nullptr) return cudaErrorSymbolNotFound;
+  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
+  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(k)};
+  const cuuint32_t box[2] = {kBlock, static_cast<cuuint32_t>(box_rows)};
+  const cuuint32_t steps[2] = {1, 1};
+  const CUresult result =
+      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides, box,
+             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
+
+template <typename S>
+cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
+  const auto kernel = dense_fp8_kernel<S>;
+  CUtensorMap x_map, weight_map;
+  cudaError_t error =
+      encode_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens / S::kShare);
+  if (error == cudaSuccess) {
+    error = encode_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock);
+  }
+  if (error == cudaSuccess) {
+    error =
+        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
+  }
+  if (error != cudaSuccess) return error;
+  params.token_tiles = ceil_div(params.tokens, S::kTokens);
+  params.tokens_first = params.n > params.tokens;  // the larger operand is read once
+  const int work = ceil_div(params.tiles, S::kShare) * params.token_tiles;
+  const int cluster = S::kSplit ? params.parts : S::kShare;
+  cudaLaunchAttribute attributes[2] = {};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = cluster;
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim =
+      dim3(cluster * (S::kSplit ? work : std::min(work, options.multiprocessors / S::kShare)));
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = S::kSharedBytes;
+  config.stream = options.stream;
+  config.attrs = attributes;
+  config.numAttrs = options.dependent_launch ? 2 : 1;
+  return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
+}
+
+template <int kTokens, int kStages>
+cudaError_t launch_tiles(const Plan& plan, const Params& params, const Tensors& tensors,
+                         const LaunchOptions& options) {
+  if (plan.parts > 1) return launch<Shape<kTokens, kStages, 1, true>>(params, tensors, options);
+  return plan.share > 1 ? launch<Shape<kTokens, kStages, 2, false>>(params, tensors, options)
+                        : launch<Shape<kTokens, kStages, 1, false>>(params, tensors, options);
+}
+
+}  // namespace
+
+cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& tensors,
+                             const LaunchOptions& options) {
+  params.parts = plan.parts;
+  switch (plan.tile_tokens) {
+    case 64:
+      return launch_tiles<64, 8>(plan, params, tensors, options);
+    case 128:
+      return launch_tiles<128, 6>(plan, params, tensors, options);
+    case 256:
+      return launch_tiles<256, 4>(plan, params, tensors, options);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
+}  // namespace gptoss::dense_fp8

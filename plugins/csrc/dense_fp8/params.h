@@ -1,0 +1,33 @@
+// What the device code of dense_fp8 is given, by value, and the sizes that all its tiles share.
+#ifndef GPTOSS_TRT_DENSE_FP8_PARAMS_H_
+#define GPTOSS_TRT_DENSE_FP8_PARAMS_H_
+
+#include <cstdint>
+
+namespace gptoss::dense_fp8 {
+
+constexpr int kBlock = 128;    // columns of K that share scales, and rows of a weight's block
+constexpr int kConsumers = 2;  // warpgroups that multiply
+constexpr int kThreads = (kConsumers + 1) * 128;
+constexpr int kMostParts = 8;    // of K, as many as a cluster has blocks
+constexpr int kSegmentStep = 8;  // segments are multiples of it: a thread stores eight columns
+
+struct Params {
+  const float* x_scale;       // [k_blocks, tokens]
+  const float* weight_scale;  // [tiles, k_blocks]: a tile is a block of the weight
+  const uint16_t* bias;       // bf16 bits [n], or null
+  void* out;                  // bf16 or fp32 [tokens, n]
+  int tokens;
+  int n;
+  int k_blocks;
+  int segments[2];  // rows; each segment begins a new tile
+  int tiles;        // of the weight
+  int token_tiles;
+  int parts;         // of K
+  int tokens_first;  // neighbours in time have the same weights, else the same tokens
+  int out_fp32;
+};
+
+}  // namespace gptoss::dense_fp8
+
+#endif  // GPTOSS_TRT_DENSE_FP8_PARAMS_H_
