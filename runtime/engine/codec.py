@@ -8,13 +8,16 @@ order. Must not know frames, sockets or what a message means.
 from __future__ import annotations
 
 import dataclasses
+import operator
 import types
 import typing
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 T = TypeVar("T")
-Check = Callable[[Any, str], Any]
+Path = tuple[Any, str | int]  # where a value stands: the path of what holds it (or a name), then its field or index
+Where = Path | str
+Check = Callable[[Any, Where], Any]
 
 
 class DecodeError(ValueError):
@@ -23,11 +26,15 @@ class DecodeError(ValueError):
 
 def pack(message: Any) -> Any:
     """The message as lists, strings, numbers and None, ready for msgpack."""
-    if dataclasses.is_dataclass(message):
-        return [pack(getattr(message, name)) for name in _field_names(type(message))]
+    values_of = _values.get(type(message))
+    if values_of is not None:
+        return [value if type(value) in _PLAIN else pack(value) for value in values_of(message)]
     if isinstance(message, (tuple, list)):
         # Prompts are long tuples of ids: they need no copy.
         return message if not message or isinstance(message[0], int) else [pack(item) for item in message]
+    if dataclasses.is_dataclass(message):
+        _values[type(message)] = _values_getter(_field_names(type(message)))
+        return pack(message)
     return message
 
 
@@ -36,8 +43,16 @@ def unpack(kind: type[T], raw: Any) -> T:
     return typing.cast(T, _dataclass_check(kind)(raw, kind.__name__))
 
 
+_PLAIN = frozenset({int, float, str, bool, type(None)})
 _names: dict[Any, tuple[str, ...]] = {}
+_values: dict[Any, Callable[[Any], tuple[Any, ...]]] = {}  # the values of a dataclass's fields, for each seen
 _checks: dict[Any, Check] = {}
+
+
+def _values_getter(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+    if len(names) == 1:  # an attrgetter of one name gives no tuple
+        return lambda message: (getattr(message, names[0]),)
+    return operator.attrgetter(*names)
 
 
 def _field_names(kind: Any) -> tuple[str, ...]:
@@ -56,10 +71,10 @@ def _make_dataclass_check(kind: Any) -> Check:
     hints = typing.get_type_hints(kind)
     checks = tuple((name, _check_for(hints[name])) for name in _field_names(kind))
 
-    def check(raw: Any, where: str) -> Any:
+    def check(raw: Any, where: Where) -> Any:
         if type(raw) is not tuple or len(raw) != len(checks):
-            raise DecodeError(f"{where}: expected a list of {len(checks)} fields, got {_describe(raw)}")
-        return kind(*(one(value, f"{where}.{name}") for (name, one), value in zip(checks, raw, strict=True)))
+            raise DecodeError(f"{_text(where)}: expected a list of {len(checks)} fields, got {_describe(raw)}")
+        return kind(*[one(value, (where, name)) for (name, one), value in zip(checks, raw, strict=True)])
 
     return check
 
@@ -87,9 +102,9 @@ def _optional_check(arguments: tuple[Any, ...]) -> Check:
 
 
 def _literal_check(words: tuple[Any, ...]) -> Check:
-    def check(raw: Any, where: str) -> Any:
+    def check(raw: Any, where: Where) -> Any:
         if type(raw) is not str or raw not in words:
-            raise DecodeError(f"{where}: {_describe(raw)} is not one of {', '.join(words)}")
+            raise DecodeError(f"{_text(where)}: {_describe(raw)} is not one of {', '.join(words)}")
         return raw
 
     return check
@@ -100,10 +115,10 @@ def _list_check(item: Any) -> Check:
         return _int_list
     one = _check_for(item)
 
-    def check(raw: Any, where: str) -> Any:
+    def check(raw: Any, where: Where) -> Any:
         if type(raw) is not tuple:
-            raise DecodeError(f"{where}: expected a list, got {_describe(raw)}")
-        return tuple(one(value, f"{where}[{index}]") for index, value in enumerate(raw))
+            raise DecodeError(f"{_text(where)}: expected a list, got {_describe(raw)}")
+        return tuple([one(value, (where, index)) for index, value in enumerate(raw)])
 
     return check
 
@@ -111,27 +126,29 @@ def _list_check(item: Any) -> Check:
 def _pair_check(items: tuple[Any, ...]) -> Check:
     checks = tuple(_check_for(item) for item in items)
 
-    def check(raw: Any, where: str) -> Any:
+    def check(raw: Any, where: Where) -> Any:
         if type(raw) is not tuple or len(raw) != len(checks):
-            raise DecodeError(f"{where}: expected {len(checks)} values, got {_describe(raw)}")
-        return tuple(one(value, f"{where}[{i}]") for i, (one, value) in enumerate(zip(checks, raw, strict=True)))
+            raise DecodeError(f"{_text(where)}: expected {len(checks)} values, got {_describe(raw)}")
+        return tuple([one(value, (where, i)) for i, (one, value) in enumerate(zip(checks, raw, strict=True))])
 
     return check
 
 
-def _int_list(raw: Any, where: str) -> Any:
+def _int_list(raw: Any, where: Where) -> Any:
     if type(raw) is not tuple:
-        raise DecodeError(f"{where}: expected a list of integers, got {_describe(raw)}")
+        raise DecodeError(f"{_text(where)}: expected a list of integers, got {_describe(raw)}")
     if set(map(type, raw)) - {int}:
         index = next(i for i, value in enumerate(raw) if type(value) is not int)
-        raise DecodeError(f"{where}[{index}]: expected an integer, got {_describe(raw[index])}")
+        raise DecodeError(f"{_text(where)}[{index}]: expected an integer, got {_describe(raw[index])}")
     return raw
 
 
 def _scalar_check(kind: type, accepted: tuple[type, ...]) -> Check:
-    def check(raw: Any, where: str) -> Any:
+    def check(raw: Any, where: Where) -> Any:
+        if type(raw) is kind:
+            return raw
         if type(raw) not in accepted:  # not isinstance: True is no integer here
-            raise DecodeError(f"{where}: expected {kind.__name__}, got {_describe(raw)}")
+            raise DecodeError(f"{_text(where)}: expected {kind.__name__}, got {_describe(raw)}")
         return kind(raw)
 
     return check
@@ -143,6 +160,14 @@ _SCALARS: dict[Any, Check] = {
     str: _scalar_check(str, (str,)),
     bool: _scalar_check(bool, (bool,)),
 }
+
+
+def _text(where: Where) -> str:
+    """A path as an error writes it: Submit.sampling.seed, Submit.guides[0]."""
+    if isinstance(where, str):
+        return where
+    holder, part = where
+    return f"{_text(holder)}.{part}" if isinstance(part, str) else f"{_text(holder)}[{part}]"
 
 
 def _describe(raw: Any) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from typing import Any
 
+from gptoss_trt.runtime.engine.codec import pack
 from gptoss_trt.runtime.engine.frames import (
     REPLY_LIMIT_BYTES,
     REQUEST_LIMIT_BYTES,
@@ -17,6 +19,7 @@ from gptoss_trt.runtime.engine.frames import (
     FrameReader,
     FrameType,
     encode,
+    encode_plain,
 )
 from gptoss_trt.runtime.engine.messages import Error, Event, Finished, TokenLogprobs, Tokens
 
@@ -55,16 +58,16 @@ class PendingEvents:
         """Takes everything that waits, as frames. An event too large for a frame becomes its request's Error."""
         tokens, finished, errors = self._tokens, self._finished, self._errors
         self.__init__()  # type: ignore[misc]
-        part: list[Tokens] = []
+        part: list[list[Any]] = []  # Tokens as pack makes them, without making those first: nearly all that is sent
         size = 0
         for (request_id, sequence), (ids, logprobs) in tokens.items():
-            part.append(Tokens(request_id, sequence, tuple(ids), tuple(logprobs) if logprobs else None))
+            part.append([request_id, sequence, ids, pack(logprobs) if logprobs else None])
             size += len(ids) + sum(2 + len(entry.top) for entry in logprobs)
             if size >= FRAME_ITEM_LIMIT:
-                yield encode(FrameType.TOKENS, part)
+                yield encode_plain(FrameType.TOKENS, part)
                 part, size = [], 0
         if part:
-            yield encode(FrameType.TOKENS, part)
+            yield encode_plain(FrameType.TOKENS, part)
         for end in finished:
             yield self._end_frame(end)
         for error in errors:

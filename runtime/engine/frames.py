@@ -71,7 +71,12 @@ class FrameError(ValueError):
 
 def encode(kind: FrameType, body: Any, limit: int = REPLY_LIMIT_BYTES) -> bytes:
     """One frame. `body`: a message, a list of messages or plain values. Raises FrameError beyond `limit` bytes."""
-    packed = msgpack.packb(pack(body), use_bin_type=True)
+    return encode_plain(kind, pack(body), limit)
+
+
+def encode_plain(kind: FrameType, body: Any, limit: int = REPLY_LIMIT_BYTES) -> bytes:
+    """One frame of what is plain values already. Raises FrameError beyond `limit` bytes."""
+    packed = msgpack.packb(body, use_bin_type=True)
     if len(packed) > limit:
         raise FrameError(f"a {kind.name} frame of {len(packed)} bytes is over the limit of {limit}")
     return HEADER.pack(len(packed), kind) + bytes(packed)

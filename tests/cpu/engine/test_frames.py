@@ -19,7 +19,7 @@ import msgpack
 import pytest
 
 from gptoss_trt.runtime.engine import frames
-from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection
+from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection, PendingEvents
 from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
 from gptoss_trt.runtime.engine.messages import (
@@ -73,6 +73,15 @@ def body_of(message: Any) -> bytes:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_round_trips(message: Any) -> None:
     assert frames.decode(type(message), body_of(message)) == message
+
+
+def test_waiting_tokens_are_framed_as_their_messages() -> None:
+    waiting = PendingEvents()
+    for message in (Tokens("a", 1, (1,)), Tokens("b", 0, (2,), (TokenLogprobs(-1.0),)), Tokens("a", 1, (3, 4))):
+        waiting.add(message)
+    merged = [Tokens("a", 1, (1, 3, 4)), Tokens("b", 0, (2,), (TokenLogprobs(-1.0),))]
+    assert list(waiting.frames()) == [frames.encode(FrameType.TOKENS, merged)]
+    assert not waiting and waiting.weight == 0
 
 
 def test_numbers_become_the_declared_type() -> None:
