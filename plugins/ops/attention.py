@@ -19,6 +19,7 @@ DECODE_BLOCKS = (16, 32, 64)  # tokens of a cache block
 PREFILL_BLOCK = 64
 MAX_PAIRS = 1 << 16  # of token and KV head: tickets of one launch
 MAX_QUERIES = 8  # tokens of a sequence that each read its keys for themselves, from the second-level cache
+FIXED_PLAN = 4  # of decode: a token's bits depend on its position and keys alone
 FEW_TOKENS = 64  # of a ragged step: few enough that cutting their keys into parts beats sharing them
 
 
@@ -72,7 +73,9 @@ def attention_decode(
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream; allocates the parts of a cut range.
     Raises LibraryError when the call fails."""
-    if q.shape[0] % context_lens.shape[0] or not takes_decode(q, k_cache, context_lens.shape[0]):
+    if options.plan == FIXED_PLAN:
+        _check_fixed(q, k_cache)
+    elif q.shape[0] % context_lens.shape[0] or not takes_decode(q, k_cache, context_lens.shape[0]):
         triton_attention.attention_decode(
             q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale, out
         )
@@ -100,7 +103,10 @@ def attention_prefill(
     """The op of that name; see ops/schemas.py. Runs on the current stream; few tokens, as of drafts to be checked, take
     the decode kernel, unless a plan is asked for. Raises LibraryError when the call fails."""
     few = q.shape[0] <= FEW_TOKENS and options.plan == 0 and takes_decode(q, k_cache, context_lens.shape[0])
-    if not few and not takes_prefill(q, k_cache):
+    if options.plan == FIXED_PLAN:
+        _check_fixed(q, k_cache)
+        few = True
+    elif not few and not takes_prefill(q, k_cache):
         triton_attention.attention_prefill(
             q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, window, scale, k_scale,
             v_scale, out,
@@ -113,6 +119,17 @@ def attention_prefill(
         return
     with torch.cuda.device(q.device):
         library.load().attention_prefill(args, torch.cuda.current_stream(q.device).cuda_stream)
+
+
+def _check_fixed(q: torch.Tensor, k_cache: torch.Tensor) -> None:
+    """Raises ValueError for what FIXED_PLAN does not serve: there is no other kernel for it."""
+    pairs = q.shape[0] * k_cache.shape[1]
+    if not _takes(q, k_cache) or k_cache.shape[2] not in DECODE_BLOCKS or pairs > MAX_PAIRS:
+        raise ValueError(
+            f"attention that does not depend on the batch takes bf16 caches in blocks of {DECODE_BLOCKS}, groups "
+            f"of {GROUP} heads of {HEAD_DIM} columns and {MAX_PAIRS} pairs of token and KV head, not a {k_cache.dtype} "
+            f"cache {tuple(k_cache.shape)} and queries {tuple(q.shape)}"
+        )
 
 
 def _launch_decode(args: AttentionArgs, device: torch.device) -> None:

@@ -18,6 +18,11 @@ from gptoss_trt.ops.schemas import SCHEMAS
 Implementation = Callable[..., None]
 
 _KERNELS = "gptoss_trt.triton_kernels"
+INVARIANT = "invariant"  # the implementation whose results do not depend on the batch (invariant.py)
+_INVARIANT_OPS = (
+    "dense", "dense_fp8", "rmsnorm_quant", "rmsnorm_route", "moe_route", "moe_combine", "moe_combine_norm",
+    "attention_prefill", "attention_decode", "moe_gate_up", "moe_down",
+)  # fmt: skip
 
 # (op, implementation's name) -> "module:function".
 _TARGETS: dict[tuple[str, str], str] = {
@@ -44,10 +49,10 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("dense_fp8", "cuda"): "gptoss_trt.ops.dense:dense_fp8",
     ("moe_gate_up", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_gate_up",
     ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
-}
+} | {(op, INVARIANT): f"gptoss_trt.ops.invariant:{op}" for op in _INVARIANT_OPS}
 
 # Which layout of expert weights an implementation reads, for the ops that have the argument.
-_LAYOUTS = {"triton": "plain", "cuda": "sm90_v1"}
+_LAYOUTS = {"triton": "plain", "cuda": "sm90_v1", INVARIANT: "sm90_v1"}
 _LAYOUT_ARGUMENT = {
     op: names.index("str layout")
     for op, schema in SCHEMAS.items()
@@ -55,7 +60,7 @@ _LAYOUT_ARGUMENT = {
 }
 
 # Implementation's name -> "module:function" returning None when it can be used here, else the reason why not.
-_PROBES: dict[str, str] = {"cuda": "gptoss_trt.ops.library:unusable"}
+_PROBES: dict[str, str] = dict.fromkeys(("cuda", INVARIANT), "gptoss_trt.ops.library:unusable")
 
 PREFERENCE = ("cuda", "triton")  # the first that can be used wins
 
@@ -94,6 +99,19 @@ def select(op: str, name: str | None) -> None:
     if name is not None:
         _resolve(op, (name,), None)
         _pinned[op] = name
+
+
+def be_invariant(wanted: bool) -> None:
+    """Pins every op that has one to the implementation whose results do not depend on the batch, or lets go of it;
+    comes before a model is loaded. Raises NoImplementationError where it cannot be used."""
+    for op in _INVARIANT_OPS:
+        select(op, INVARIANT if wanted else None)
+
+
+def layout_of(op: str) -> str | None:
+    """The layout of expert weights that a GPU call of `op` reads here, None when it has no implementation."""
+    name = preferred(op)
+    return None if name is None else _LAYOUTS[name]
 
 
 def registered() -> dict[str, tuple[str, ...]]:

@@ -47,7 +47,7 @@ def prepare_experts(
             product = expert_products(weight, scale, layout, shape)
             for expert in range(weight.shape[0]):
                 product(expert)
-    elif layout == "plain" and dispatch.preferred(op) == "cuda":
+    elif layout == "plain" and dispatch.layout_of(op) == "sm90_v1":
         pack = weight_layout.pack_mxfp4 if weight.dtype == torch.uint8 else weight_layout.pack_fp8
         return pack(weight, scale), scale.new_empty(0), "sm90_v1"
     return weight, scale, layout

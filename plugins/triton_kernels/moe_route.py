@@ -263,6 +263,14 @@ def moe_route(
     row_slots: torch.Tensor,
 ) -> None:
     """The op of that name; see ops/schemas.py. Allocates fp32 parts of the logits [P, T, experts]."""
+    choose_and_sort(
+        product(x, weight), bias, token_count, (first_expert, num_local_experts),
+        (expert_ids, expert_weights, expert_offsets, active_experts, row_slots),
+    )  # fmt: skip
+
+
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """fp32 [P, T, experts], which add up to x @ weight^T."""
     tokens, hidden = x.shape
     experts = weight.shape[0]
     pieces = triton.cdiv(hidden, K_PART)
@@ -272,10 +280,7 @@ def moe_route(
             x, weight, parts, tokens, experts,
             H=hidden, TILE_T=TOKEN_TILE, TILE_E=EXPERT_TILE, TILE_K=K_TILE, PART=K_PART, num_warps=4, **DEPENDENT,
         )  # fmt: skip
-    choose_and_sort(
-        parts, bias, token_count, (first_expert, num_local_experts),
-        (expert_ids, expert_weights, expert_offsets, active_experts, row_slots),
-    )  # fmt: skip
+    return parts
 
 
 def few(tokens: int, top_k: int) -> bool:
@@ -289,15 +294,17 @@ def choose_and_sort(
     token_count: torch.Tensor | None,
     local: tuple[int, int],
     outputs: tuple[torch.Tensor, ...],
+    at_once: bool = True,
 ) -> None:
     """What follows the router product: parts fp32 [P, T, experts] add up to the logits but for the bias; `local` is
-    first_expert and num_local_experts, `outputs` are moe_route's, in its order."""
+    first_expert and num_local_experts, `outputs` are moe_route's, in its order. Few tokens take one program if
+    `at_once`."""
     pieces, tokens, experts = parts.shape
     expert_ids, expert_weights, expert_offsets, active_experts, row_slots = outputs
     first_expert, num_local_experts = local
     top_k, counted = expert_ids.shape[1], token_count is not None
     width, local_width = triton.next_power_of_2(experts), triton.next_power_of_2(num_local_experts)
-    if tokens and few(tokens, top_k):
+    if at_once and tokens and few(tokens, top_k):
         tile = triton.next_power_of_2(tokens)
         _small_kernel[(1,)](
             parts, bias, token_count, expert_ids, expert_weights, expert_offsets, active_experts, row_slots,

@@ -195,9 +195,11 @@ def add_and_norm(
     weight: torch.Tensor,
     eps: float,
     outputs: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+    warps: int = 0,
 ) -> None:
     """updated = bf16(residual + delta), and its norm into `outputs` (normed, quantised, scales), each or None.
-    `updated` may be `residual`; without delta it is the residual's copy, or itself."""
+    `updated` may be `residual`; without delta it is the residual's copy, or itself. Sums of a row are equal bit for bit
+    for equal `warps` only (0: chosen from the sizes)."""
     tokens, hidden = residual.shape
     if tokens == 0:
         return
@@ -206,7 +208,7 @@ def add_and_norm(
         residual, delta, updated, weight, normed, quantised, scales, tokens, eps,
         H=hidden, BLOCK=row_block(hidden), DELTA=delta is not None, NORMED=normed is not None,
         QUANTISED=quantised is not None, COPY=updated is not residual,
-        num_warps=row_warps(hidden, tokens), **DEPENDENT,
+        num_warps=warps or row_warps(hidden, tokens), **DEPENDENT,
     )  # fmt: skip
 
 
@@ -230,15 +232,16 @@ def moe_combine(
     num_local_experts: int,
     accumulate: bool,
     out: torch.Tensor,
+    warps: int = 0,
 ) -> None:
-    """The op of that name; see ops/schemas.py."""
+    """The op of that name; see ops/schemas.py. `warps` as in add_and_norm."""
     tokens, top_k, hidden = rows.shape
     if tokens == 0:
         return
     _combine_kernel[(tokens,)](
         rows, expert_ids, out, first_expert, num_local_experts,
         H=hidden, BLOCK=row_block(hidden), K=top_k, ACCUMULATE=accumulate,
-        num_warps=row_warps(hidden, tokens), **DEPENDENT,
+        num_warps=warps or row_warps(hidden, tokens), **DEPENDENT,
     )  # fmt: skip
 
 
@@ -253,13 +256,14 @@ def moe_combine_norm(
     normed: torch.Tensor | None,
     quantised: torch.Tensor | None,
     scales: torch.Tensor | None,
+    warps: int = 0,
 ) -> None:
-    """The op of that name; see ops/schemas.py."""
+    """The op of that name; see ops/schemas.py. `warps` as in add_and_norm."""
     tokens, top_k, hidden = rows.shape
     if tokens == 0:
         return
     _combine_norm_kernel[(tokens,)](
         rows, expert_ids, residual, weight, normed, quantised, scales, first_expert, num_local_experts, tokens, eps,
         H=hidden, BLOCK=row_block(hidden), K=top_k, NORMED=normed is not None, QUANTISED=quantised is not None,
-        num_warps=row_warps(hidden, tokens), **DEPENDENT,
+        num_warps=warps or row_warps(hidden, tokens), **DEPENDENT,
     )  # fmt: skip

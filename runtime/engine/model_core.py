@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import torch
 
+from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.engine.cache_size import CacheShape
-from gptoss_trt.runtime.engine.core import EngineCore, RequestKey
+from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError, RequestKey
 from gptoss_trt.runtime.engine.guides import GuideCompiler, GuideError, GuideMatcher
 from gptoss_trt.runtime.engine.guides_core import GuidedCore
 from gptoss_trt.runtime.engine.guides_llguidance import LlguidanceCompiler
@@ -158,6 +159,7 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_num_threads(options.threads or _default_threads())
+    _choose_kernels(options, device)
     loaded = load_model(engine_dir, device=device)
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     chosen = options.resolved(device)
@@ -172,6 +174,17 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
             graphs = graphed.warm(rows)
             log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
     return GuidedCore(core, compiler)
+
+
+def _choose_kernels(options: EngineOptions, device: str) -> None:
+    """On a GPU, for the whole process, because a model asks for them when it is loaded; the CPU's never depend on the
+    batch. Raises EngineLoadError."""
+    if device != "cuda":
+        return
+    try:
+        dispatch.be_invariant(options.deterministic)
+    except dispatch.NoImplementationError as error:
+        raise EngineLoadError(f"engine option deterministic: {error}") from error
 
 
 def _publisher(options: EngineOptions, device: str) -> KvEventPublisher | None:

@@ -35,6 +35,7 @@ class EngineOptions:
     device: str = ""  # cpu or cuda; empty: cuda where there is one
     prefix_cache: bool = True
     run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
+    deterministic: bool = False  # on a GPU: a token's bits do not depend on the batch or on how its prompt was cut
     speculation: str = "none"  # how tokens are drafted: none, ngram, draft (by a draft engine) or eagle3 (by a head)
     draft_engine: str = ""  # directory of the draft engine or of the head's checkpoint, made absolute
     draft_tokens: int = 0  # most tokens drafted for a sequence in one step

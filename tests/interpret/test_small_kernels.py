@@ -13,6 +13,7 @@ import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
 from gptoss_trt.triton_kernels import act_quant as triton_act_quant
 from gptoss_trt.triton_kernels import dense as triton_dense
 from gptoss_trt.triton_kernels import dense_few as triton_dense_few
+from gptoss_trt.triton_kernels import dense_invariant as triton_dense_invariant
 from gptoss_trt.triton_kernels import moe_route as triton_route
 from gptoss_trt.triton_kernels import rmsnorm_quant as triton_norm
 from gptoss_trt.triton_kernels import rmsnorm_route as triton_norm_route
@@ -279,3 +280,25 @@ def test_products_of_a_token_do_not_depend_on_the_others(fp8: bool) -> None:
     together = product(0, 16)
     assert torch.equal(together[:5], product(0, 5))
     assert torch.equal(together[11:12], product(11, 12))
+
+
+@pytest.mark.parametrize("tokens", [1, 70])
+def test_products_of_one_tile_for_all_tokens(tokens: int) -> None:
+    """Three segments with a row of scales each, tails of rows, K and tokens."""
+    rows, columns, segments = 200, 192, [72, 64, 64]
+    x, weight, bias = bf16(tokens, columns), bf16(rows, columns), bf16(rows)
+    results = []
+    for function in (triton_dense_invariant.dense, OPS.dense):
+        out = torch.full((tokens, rows), POISON)
+        function(x, weight, bias, out)
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-5, atol=1e-4)
+    codes, scales = torch.empty(tokens, columns, dtype=E4M3), torch.empty(2, tokens)
+    OPS.act_quant(x, 128, codes, scales)
+    stored, unit = (torch.randn(rows, columns) * 8).to(E4M3), torch.rand(3, 2)
+    results = []
+    for function in (triton_dense_invariant.dense_fp8, OPS.dense_fp8):
+        out = torch.full((tokens, rows), POISON)
+        function(codes, scales, stored, unit, segments, bias, out)
+        results.append(out)
+    torch.testing.assert_close(results[0], results[1], rtol=1e-4, atol=1e-2)

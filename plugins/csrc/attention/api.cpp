@@ -22,7 +22,7 @@ constexpr int kMaxGrid = 65535;  // CUDA's limit in y and z
 constexpr int kMaxQueries = 8;   // tokens of a sequence in a decode call
 constexpr int kLeastBlockTokens = 16;
 constexpr int kMostBlockTokens = 64;
-constexpr int kDecodePlans = 3;
+constexpr int kDecodePlans = kFixedPlan;
 constexpr int kPrefillPlans = 3;
 
 gptoss_trt_status check_sizes(const Args* args, int plans) {
@@ -81,6 +81,13 @@ constexpr float kLog2EOf = 1.4426950408889634f;
 
 gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   const DecodePlan plan = decode_plan(args);
+  if (args.plan == kFixedPlan && (args.parts != 0 || plan.parts > kMaxParts)) {
+    return fail(GPTOSS_TRT_UNSUPPORTED,
+                "attention_decode: plan %d cuts %" PRId32
+                " blocks into %d parts, at most %d, and "
+                "takes no other cut (parts is %" PRId32 ")",
+                kFixedPlan, args.table_width, plan.parts, kMaxParts, args.parts);
+  }
   const DecodeWorkspace layout = decode_workspace(args);
   gptoss_trt_status status = check_pointers(args, false, plan.parts > 1);
   if (status != GPTOSS_TRT_OK) return status;
@@ -177,8 +184,9 @@ extern "C" gptoss_trt_status gptoss_trt_attention_decode(const gptoss_trt_attent
   const gptoss_trt_status status = check_sizes(args, kDecodePlans);
   if (status != GPTOSS_TRT_OK) return status;
   const bool even = args->sequences > 0 && args->tokens % args->sequences == 0;
-  if (args->tokens > kMaxGrid ||
-      args->tokens > kMaxQueries * static_cast<int64_t>(args->sequences) ||
+  const bool many = args->tokens > kMaxQueries * static_cast<int64_t>(args->sequences) &&
+                    args->plan != kFixedPlan;
+  if (args->tokens > kMaxGrid || many ||
       (args->query_start == nullptr && args->tokens > 0 && !even)) {
     return gptoss::fail(GPTOSS_TRT_UNSUPPORTED,
                         "attention_decode: %" PRId32 " tokens of %" PRId32

@@ -15,6 +15,7 @@ constexpr int kShortKeys = 2048;       // up to here adding parts costs more tha
 constexpr int kShortPairs = 64;        // ... from so many pairs on
 constexpr int kPlaces = 264;           // of blocks of eight warps on the card
 constexpr double kEvenEnough = 0.9;
+constexpr int kFixedPartKeys = 4096;  // kFixedPlan: 32 parts hold the model's longest context
 constexpr int kAlignment = 256;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
@@ -58,6 +59,11 @@ DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
   const int pairs = std::max(1, args.tokens * args.kv_heads);
   const int64_t keys =
       std::max<int64_t>(1, static_cast<int64_t>(args.table_width) * args.block_tokens);
+  if (args.plan == kFixedPlan) {
+    return args.window != 0
+               ? DecodePlan{kFixedWarps, 1, 0}
+               : DecodePlan{kFixedWarps, ceil_div(keys, kFixedPartKeys), kFixedPartKeys};
+  }
   const int warps = warps_of(args, pairs, keys);
   if (args.window != 0) return {warps, 1, 0};
   const int part_keys =

@@ -14,6 +14,11 @@ struct DecodePlan {
   int part_keys;  // of each: a multiple of block_tokens
 };
 
+// Decode: eight warps a block and a part every 4,096 keys, so that a token's result depends on its
+// own position and keys alone.
+constexpr int kFixedPlan = 4;
+constexpr int kFixedWarps = 8;
+
 enum class PrefillKind {  // consumer warpgroups x keys of a block
   kWide = 1,              // 3 x 128
   kSums = 2,              // 2 x 128, sums of weights by the tensor cores

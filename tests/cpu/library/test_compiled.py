@@ -231,7 +231,7 @@ def attention_arguments(**changes: float) -> AttentionArgs:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"plan": 4}, "plan is 4, outside 0 to 3"),
+        ({"plan": 5}, "plan is 5, outside 0 to 4"),
         ({"parts": 33}, "parts is 33, outside 0 to 32"),
         ({"tokens": -1}, "tokens is -1"),
         ({"kv_heads": 0}, "kv_heads is 0"),
@@ -262,6 +262,9 @@ def test_attention_refuses_what_it_cannot_run(library: Library) -> None:
         library.attention_prefill(attention_arguments(plan=3, window=179, **everything), 0)
     with pytest.raises(LibraryError, match="block_tokens is 32, not 64"):
         library.attention_prefill(attention_arguments(block_tokens=32, **everything), 0)
+    for changes, text in (({"parts": 2}, "takes no other cut (parts is 2)"), ({"table_width": 2049}, "33 parts")):
+        with pytest.raises(LibraryError, match=re.escape(text)):
+            library.attention_decode(attention_arguments(plan=4, **changes), 0)
     library.attention_decode(attention_arguments(tokens=0, sequences=0), 0)
     library.attention_prefill(attention_arguments(tokens=0), 0)
 
@@ -278,6 +281,9 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
     assert [size(tokens=n, sequences=n) // slot for n in (1, 8, 16, 32, 40, 64)] == [256, 512, 512, 0, 1280, 0]
     short = [size(tokens=n, sequences=n, table_width=32) // slot for n in (1, 4, 8, 64)]
     assert short == [128, 512, 0, 0]
+    # Plan 4 cuts every 4,096 keys, whatever else.
+    assert [size(plan=4, table_width=width) for width in (1, 64, 65, 2048)] == [0, 0, 64 * 2 * slot, 64 * 32 * slot]
+    assert size(plan=4, window=128) == 0
 
 
 @pytest.mark.parametrize(
