@@ -191,7 +191,9 @@ def _small_kernel(  # type: ignore[no-untyped-def]
     begin = tl.sum((mine[None, :] & (local[None, :] < expert[:, None])).to(tl.int32), axis=1)
     own = tl.sum((mine[None, :] & (local[None, :] == expert[:, None])).to(tl.int32), axis=1)
     tl.store(expert_offsets + expert, begin, mask=held)
-    tl.store(expert_offsets + local_experts, tl.sum(mine.to(tl.int32), axis=0))
+    # Not the sum of `mine`: a reshaped tensor's layout may hold its elements more than once, which sums of Triton 3.6
+    # count wrongly (of 14 tokens with 8 experts it gave 64 rows for 56).
+    tl.store(expert_offsets + local_experts, tl.sum(own, axis=0))
     _store_active(active_experts, expert, held, own > 0)
 
 

@@ -97,23 +97,37 @@ def test_moe_route_orders_ties_by_index(tokens: int, experts: int) -> None:
     torch.testing.assert_close(got[1][same], want[1][same], rtol=2**-7, atol=2**-9)
 
 
-@pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (8, 32), (16, 128), (17, 32)])
-def test_rmsnorm_route_is_its_two_ops(tokens: int, experts: int) -> None:
-    residual, delta, weight = bf16(tokens, H), bf16(tokens, H), bf16(H)
-    router, bias = bf16(experts, H, scale=0.02), bf16(experts)
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize(
+    ("tokens", "experts"),
+    [(1, 128), (8, 32), (16, 128), (17, 32), (3, 32), (13, 128), (3, 8), (4, 8), (14, 8), (14, 16), (7, 6)],
+)
+def test_rmsnorm_route_is_its_two_ops(tokens: int, experts: int, counted: bool) -> None:
+    """`counted`: the last token is padding. Few experts lie in registers more than once, which sums must not count."""
+    hidden = H if experts > 16 else 256
+    real = tokens - 1 if counted else tokens
+    residual, delta, weight = bf16(tokens, hidden), bf16(tokens, hidden), bf16(hidden)
+    router, bias = bf16(experts, hidden, scale=hidden**-0.5), bf16(experts)
+    count = torch.tensor([real], dtype=torch.int32) if counted else None
+    groups = -(-hidden // 128)
     outputs = (
-        poisoned(tokens, H, dtype=torch.bfloat16), poisoned(tokens, H, dtype=E4M3), poisoned(23, tokens),
+        poisoned(tokens, hidden, dtype=torch.bfloat16), poisoned(tokens, hidden, dtype=E4M3), poisoned(groups, tokens),
         poisoned(tokens, 4, dtype=torch.int32), poisoned(tokens, 4), poisoned(experts + 1, dtype=torch.int32),
         poisoned(experts + 1, dtype=torch.int32), poisoned(tokens * 4, dtype=torch.int32),
     )  # fmt: skip
-    got, want = both("rmsnorm_route", (residual, delta, weight, 1e-5, router, bias, None, 0, experts), outputs)
+    got, want = both("rmsnorm_route", (residual, delta, weight, 1e-5, router, bias, count, 0, experts), outputs)
     exact(got[0], want[0])
-    assert_rows(got[1].float() * got[2].T.repeat_interleave(128, 1)[:, :H],
-                want[1].float() * want[2].T.repeat_interleave(128, 1)[:, :H], 2**-3)  # fmt: skip
+    assert_rows(got[1].float() * got[2].T.repeat_interleave(128, 1)[:, :hidden],
+                want[1].float() * want[2].T.repeat_interleave(128, 1)[:, :hidden], 2**-3)  # fmt: skip
     same = (got[3] == want[3]).all(-1)
     assert int(same.sum()) >= tokens - 1  # a near tie of bf16 logits may fall the other way
     torch.testing.assert_close(got[4][same], want[4][same], rtol=2**-7, atol=2**-9)
-    assert got[7].tolist() == torch.sort(got[3].reshape(-1).long(), stable=True).indices.tolist()
+    chosen = got[3][:real].reshape(-1).long()
+    used = torch.bincount(chosen, minlength=experts)
+    assert got[5].tolist() == [0, *used.cumsum(0).tolist()]
+    active = used.nonzero().reshape(-1).tolist()
+    assert got[6].tolist() == [len(active), *active, *[-1] * (experts - len(active))]
+    assert got[7].tolist() == torch.sort(chosen, stable=True).indices.tolist() + [-1] * (4 * (tokens - real))
 
 
 def test_dependent_launches_in_a_graph_give_the_same_bits() -> None:
