@@ -7,7 +7,7 @@ SOAK_SECONDS ?= 600
 FUZZ_SECONDS ?= 600
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint format library wheel soak fuzz clean
+.PHONY: help setup demo test lint format library wheel sanitize soak fuzz clean
 
 help:
 	@echo "make demo     build the demo engine, serve it from tritonserver and talk to it"
@@ -15,6 +15,7 @@ help:
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make library  compile the CUDA library (nvcc)"
 	@echo "make wheel    build dist/*.whl, with the CUDA library when nvcc is there"
+	@echo "make sanitize small shapes of every kernel under compute-sanitizer, on an H200"
 	@echo "make soak     load a server for SOAK_SECONDS=$(SOAK_SECONDS)"
 	@echo "make fuzz     fuzz for FUZZ_SECONDS=$(FUZZ_SECONDS)"
 
@@ -46,6 +47,9 @@ library: setup
 
 wheel: setup
 	@$(RUN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
+
+sanitize: library
+	@$(RUN)/python tests/gpu/sanitize.py
 
 soak: setup
 	@$(RUN)/python tests/soak/run.py --seconds $(SOAK_SECONDS)

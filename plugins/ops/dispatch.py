@@ -108,6 +108,11 @@ def be_invariant(wanted: bool) -> None:
         select(op, INVARIANT if wanted else None)
 
 
+def is_invariant() -> bool:
+    """Whether be_invariant chose for this process."""
+    return all(_pinned.get(op) == INVARIANT for op in _INVARIANT_OPS)
+
+
 def layout_of(op: str) -> str | None:
     """The layout of expert weights that a GPU call of `op` reads here, None when it has no implementation."""
     name = preferred(op)

@@ -20,12 +20,16 @@ from gptoss_trt.triton_kernels import rmsnorm_quant as triton_norm
 
 Tensor = torch.Tensor
 
-ROW_WARPS = 16  # that add up a row, as in steps of few tokens
 ATTENTION = library_attention.Options(plan=library_attention.FIXED_PLAN, flags=library.DEPENDENT_LAUNCH)
 EXPERTS = moe_gemm_fp8.Options(Plan.WGMMA, k_split=1, flags=library.DEPENDENT_LAUNCH)
 
 dense = dense_invariant.dense
 dense_fp8 = dense_invariant.dense_fp8
+
+
+def _warps(residual: Tensor) -> int:
+    """That add up a row: as many as for one token."""
+    return triton_norm.row_warps(residual.shape[-1], 1)
 
 
 def rmsnorm_quant(
@@ -38,14 +42,16 @@ def rmsnorm_quant(
     scales: Tensor | None,
 ) -> None:
     """The op of that name; see ops/schemas.py."""
-    triton_norm.add_and_norm(residual, delta, residual, weight, eps, (normed, quantised, scales), warps=ROW_WARPS)
+    triton_norm.add_and_norm(
+        residual, delta, residual, weight, eps, (normed, quantised, scales), warps=_warps(residual)
+    )
 
 
 def moe_combine(
     rows: Tensor, expert_ids: Tensor, first_expert: int, num_local_experts: int, accumulate: bool, out: Tensor
 ) -> None:
     """The op of that name; see ops/schemas.py."""
-    triton_norm.moe_combine(rows, expert_ids, first_expert, num_local_experts, accumulate, out, warps=ROW_WARPS)
+    triton_norm.moe_combine(rows, expert_ids, first_expert, num_local_experts, accumulate, out, warps=_warps(out))
 
 
 def moe_combine_norm(
@@ -63,7 +69,7 @@ def moe_combine_norm(
     """The op of that name; see ops/schemas.py."""
     triton_norm.moe_combine_norm(
         rows, expert_ids, first_expert, num_local_experts, residual, weight, eps, normed, quantised, scales,
-        warps=ROW_WARPS,
+        warps=_warps(residual),
     )  # fmt: skip
 
 
@@ -99,7 +105,7 @@ def rmsnorm_route(
 ) -> None:
     """The op of that name; see ops/schemas.py."""
     normed = torch.empty_like(residual)
-    triton_norm.add_and_norm(residual, delta, updated, weight, eps, (normed, quantised, scales), warps=ROW_WARPS)
+    triton_norm.add_and_norm(residual, delta, updated, weight, eps, (normed, quantised, scales), warps=_warps(residual))
     moe_route(normed, router, router_bias, token_count, first_expert, num_local_experts, *outputs)
 
 

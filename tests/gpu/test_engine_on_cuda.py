@@ -21,6 +21,7 @@ from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch, load_model
+from gptoss_trt.runtime.model.cuda_graph import padded_rows, padded_width
 from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.loader import RankWeights, random_weights
 
@@ -166,6 +167,39 @@ def decode_batch(rows: int, context: int) -> StepBatch:
     )
 
 
+def on_card(batch: StepBatch) -> StepBatch:
+    return StepBatch(**{name: value.cuda() for name, value in vars(batch).items()})
+
+
+def padded(batch: StepBatch) -> StepBatch:
+    """The batch in its graph's shape: padding rows, and entries of the full table, behind the real ones."""
+    real = len(batch.context_lens)
+    rows, width = padded_rows(real), padded_width(batch.full_blocks.shape[1])
+
+    def more(values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        out = values.new_full((rows, *values.shape[1:]), fill)
+        out[:real] = values
+        return out
+
+    full = torch.nn.functional.pad(batch.full_blocks, (0, width - batch.full_blocks.shape[1]), value=-1)
+    return StepBatch(
+        token_ids=more(batch.token_ids),
+        positions=more(batch.positions),
+        query_start=torch.arange(rows + 1, dtype=torch.int32).clamp(max=real),
+        context_lens=more(batch.context_lens),
+        full_blocks=more(full, -1),
+        window_blocks=more(batch.window_blocks, -1),
+        window_first_block=more(batch.window_first_block),
+        logits_rows=torch.arange(rows, dtype=torch.int32),
+    )
+
+
+def in_order(batch: StepBatch, order: torch.Tensor) -> StepBatch:
+    """The sequences of a decode batch in another order."""
+    whole = ("query_start", "logits_rows")
+    return StepBatch(**{name: x if name in whole else x[order] for name, x in vars(batch).items()})
+
+
 @pytest.mark.parametrize(("rows", "context"), [(1, 1), (1, 1000), (3, 129), (9, 200), (33, 700)])
 def test_a_graph_gives_what_the_eager_step_gives(wide: GraphedModel, rows: int, context: int) -> None:
     graphs = wide.graphs
@@ -181,8 +215,10 @@ def test_a_graph_gives_what_the_eager_step_gives(wide: GraphedModel, rows: int, 
     assert torch.equal(graphs.logits(batch), logits)
     for row in range(0, rows, 2):
         assert tokens[row] == int(logits[row].argmax())
-    eager = wide.model.forward(StepBatch(**{k: v.cuda() for k, v in vars(batch).items()}))
-    assert_rows_agree(logits, eager)
+    assert torch.equal(wide.model.forward(on_card(padded(batch)))[:rows], logits)
+    order = torch.arange(rows).flip(0)
+    assert torch.equal(graphs.logits(in_order(batch, order))[order.cuda()], logits)
+    assert_rows_agree(logits, wide.model.forward(on_card(batch)))  # another shape, and so another plan
 
 
 @pytest.mark.parametrize("rows", [1, 5, 64])
@@ -252,10 +288,12 @@ def test_a_graph_made_between_two_steps_changes_neither(wide: GraphedModel) -> N
 
 
 def assert_rows_agree(got: torch.Tensor, want: torch.Tensor) -> None:
-    """Rows of logits of other shapes, whose sums have another order: within a tenth of their spread, but for one row in
-    eight, whose fourth and fifth expert may stand so near that rounding swaps them."""
-    far = (got - want).abs().amax(-1) > 0.1 * want.std(-1)
-    assert int(far.sum()) <= max(1, len(got) // 8), f"{int(far.sum())} of {len(got)} rows differ"
+    """Rows of logits of other shapes, whose sums have another order: that flips FP8 codes, which comes to some 4% of
+    the logits' spread in two random layers, and where the fourth and fifth expert nearly tie another one is taken (3
+    of 33 rows on an H200, 18 to 26%)."""
+    error = (got - want).square().mean(-1).sqrt() / want.std(-1)
+    far = int((error > 0.08).sum())
+    assert far <= max(1, len(got) // 4) and float(error.max()) < 0.6, f"{far} of {len(got)} rows differ: {error}"
 
 
 def test_padding_writes_no_keys(wide: GraphedModel) -> None:

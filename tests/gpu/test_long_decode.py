@@ -1,10 +1,10 @@
 """1,000 teacher-forced steps through four full-width layers, as graphs, beside the reference's one pass over the same
-text: the error of the logits has no trend.
+text: the steps' error does not grow beyond that of the kernels' own pass.
 
 The reference is the fp32 (attention: fp64) functions of `reference/`, run on the card through the same layers, so both
-round at the same places and differ by the order of sums alone. Rounding flips a code here and there, and where the
-fourth and fifth expert nearly tie a token gets another one: medians over many steps do not see that. What they see is
-what adds up: a rotation that drifts, a key that is lost, a cache that is overwritten.
+round at the same places and differ by the order of sums. In a random model that is not little: a rounding flips an FP8
+code, a near tie another expert, and later tokens read the keys of those. It hits one pass as it hits steps; what only
+steps do, such as a key that is lost or a rotation that drifts, adds up beside it.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from gptoss_trt.runtime.model.loader import random_weights
 LAYERS, STEPS, BLOCK_TOKENS, WINDOW = 4, 1000, 64, 128
 PROMPTS = (1, 100, 129)  # tokens that the sequences have before the steps
 QUARTERS = 4
-MOST_ERROR = 0.02  # median of a step's error, in standard deviations of its logits
-DRIFT = 2e-4
-MOST_GROWTH = 1.25  # of a later quarter's median over the second's: the first has few keys
+MOST_ERROR = 0.2  # median of a quarter's errors, in standard deviations of the logits (an H200: 0.04 to 0.11)
+MOST_EXCESS = 1.5  # of that over the median of one pass
+DRIFT = 2e-4  # of a position's angles, in the test that must see it
 
 
 def ints(values: Sequence[int] | torch.Tensor) -> torch.Tensor:
@@ -98,65 +98,64 @@ def model() -> GraphedModel:
     return GraphedModel(GptOssModel(weights, device))
 
 
+def one_pass(model: GptOssModel, text: Text) -> torch.Tensor:
+    """Logits fp32 [S, STEPS, vocabulary] of the steps' tokens, read as prompts."""
+    piece = text.piece([0] * len(text.prompts), [count + STEPS for count in text.prompts], text.prompts)
+    return model.forward(on_card(piece)).view(len(text.prompts), STEPS, -1)
+
+
 def expected(model: GptOssModel, text: Text, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
-    """The reference's logits fp32 [S, STEPS, vocabulary] of the steps, from one pass."""
+    """The reference's."""
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "run", lambda op, arguments: getattr(cpu, op)(*arguments))
         patch.setattr(cpu_weights, "_CACHE", cpu_weights.ProductCache(limit_bytes=0))
-        logits = model.forward(
-            on_card(text.piece([0] * len(text.prompts), [n + STEPS for n in text.prompts], text.prompts))
-        )
-    return logits.view(len(text.prompts), STEPS, -1)
+        return one_pass(model, text)
 
 
-def errors(graphed: GraphedModel, text: Text, want: torch.Tensor) -> torch.Tensor:
-    """Root mean square of each step's error over the standard deviation of its logits, fp32 [STEPS, S]."""
+def distance(got: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
+    """Root mean square of the error of each row of logits over the row's standard deviation."""
+    return (got - want).square().mean(-1).sqrt() / want.std(-1)
+
+
+def step_by_step(graphed: GraphedModel, text: Text, want: torch.Tensor) -> torch.Tensor:
+    """Errors fp32 [S, STEPS]."""
     graphed.model.forward(on_card(text.piece([0] * len(text.prompts), text.prompts, text.prompts)))
-    found = []
-    for number in range(STEPS):
-        got = graphed.forward(text.step(number))
-        found.append((got - want[:, number]).square().mean(-1).sqrt() / want[:, number].std(-1))
-    return torch.stack(found).cpu()
+    return torch.stack([distance(graphed.forward(text.step(n)), want[:, n]) for n in range(STEPS)], 1)
 
 
 def medians(found: torch.Tensor) -> list[float]:
     """The median error of each quarter of the steps."""
-    return [float(part.median()) for part in found.flatten(1).split(STEPS // QUARTERS)]
+    return [float(part.median()) for part in found.split(STEPS // QUARTERS, 1)]
 
 
-def check(found: torch.Tensor) -> None:
-    quarters = medians(found)
-    assert max(quarters) < MOST_ERROR, quarters
-    assert max(quarters[2:]) < MOST_GROWTH * quarters[1], quarters
+def check(steps: torch.Tensor, whole: torch.Tensor) -> None:
+    """Errors of the steps against those of one pass, quarter by quarter."""
+    pairs = list(zip(medians(steps), medians(whole), strict=True))
+    print("medians of the quarters, steps and one pass:", pairs)
+    assert max(step for step, _ in pairs) < MOST_ERROR, pairs
+    assert max(step / one for step, one in pairs) < MOST_EXCESS, pairs
 
 
 @pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS], ids=["alone", "three"])
 def test_the_error_has_no_trend(model: GraphedModel, prompts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a rotation that drifts in the steps alone, by 0.2 at the end, is seen."""
     text = Text.random(prompts)
     blocks = text.table.numel()
     model.allocate_kv(blocks, blocks, BLOCK_TOKENS)
     want = expected(model.model, text, monkeypatch)
     model.allocate_kv(blocks, blocks, BLOCK_TOKENS)
-    found = errors(model, text, want)
-    print("medians of the quarters", medians(found), "worst", float(found.max()))
-    check(found)
-
-
-def test_a_rotation_that_drifts_is_seen(model: GraphedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Angles that are wrong by 2e-4 of the position: 0.2 at the end."""
-    text = Text.random(PROMPTS[:1])
-    blocks = text.table.numel()
+    whole = distance(one_pass(model.model, text), want)
     model.allocate_kv(blocks, blocks, BLOCK_TOKENS)
-    want = expected(model.model, text, monkeypatch)
+    check(step_by_step(model, text, want), whole)
     model.allocate_kv(blocks, blocks, BLOCK_TOKENS)
-    right = model.model._cos_sin
-    half = right.shape[1] // 2
-    cos, sin = right[:, :half].clone(), right[:, half:].clone()
-    size = (cos.square() + sin.square()).sqrt()
-    drift = torch.arange(len(right), device=right.device)[:, None] * DRIFT
-    angle = torch.atan2(sin, cos) + drift
-    monkeypatch.setattr(model.model, "_cos_sin", torch.cat((size * angle.cos(), size * angle.sin()), dim=1))
-    found = errors(model, text, want)
-    print("medians of the quarters", medians(found))
+    monkeypatch.setattr(model.model, "_cos_sin", drifting(model.model._cos_sin))
     with pytest.raises(AssertionError):
-        check(found)
+        check(step_by_step(model, text, want), whole)
+
+
+def drifting(cos_sin: torch.Tensor) -> torch.Tensor:
+    """The table of rotations [positions, head_dim] with DRIFT more a position."""
+    cos, sin = cos_sin.chunk(2, dim=1)
+    size = (cos.square() + sin.square()).sqrt()
+    angle = torch.atan2(sin, cos) + torch.arange(len(cos_sin), device=cos_sin.device)[:, None] * DRIFT
+    return torch.cat((size * angle.cos(), size * angle.sin()), dim=1)

@@ -21,7 +21,9 @@ def table(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_all_are_chosen_and_let_go(table: None) -> None:
     before = {op: dispatch.preferred(op) for op in SCHEMAS}
+    assert not dispatch.is_invariant()
     dispatch.be_invariant(True)
+    assert dispatch.is_invariant()
     chosen = {op for op in SCHEMAS if dispatch.preferred(op) == dispatch.INVARIANT}
     assert {"dense", "dense_fp8", "attention_decode", "attention_prefill", "moe_gate_up", "moe_down"} < chosen
     assert {op for op in SCHEMAS if "norm" in op or op in ("moe_route", "moe_combine")} < chosen
