@@ -2,21 +2,23 @@
 
     sanitize.py [--tools memcheck,racecheck,synccheck] [--groups NAME,...] [--seconds N] [--logs FOLDER] [--here GROUP]
 
-Each group of calls runs in a process of its own under each tool, all of them at once; the exit status is 1 when a tool
-or a group reports an error. Shapes are small, because a tool slows a kernel down a hundredfold: results are compared in
-the tests beside this file, here only accesses and barriers count. The tools do not see races between copies of the
-tensor memory accelerator or WGMMA and ordinary accesses (test_moe_gemm.py and test_attention.py repeat those under
-load).
+Each group of calls runs in a process of its own under each tool, all of them at once, with an allocation of its own for
+each tensor, so that memcheck knows where one ends; the exit status is 1 when a tool or a group reports an error. Shapes
+are small, because a tool slows a kernel down a hundredfold: results are compared in the tests beside this file, here
+only accesses and barriers count. The tools do not see races between copies of the tensor memory accelerator or WGMMA
+and ordinary accesses (test_moe_gemm.py and test_attention.py repeat those under load).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,8 +26,12 @@ from moe_case import Case, run
 from test_attention import Paged, options
 from test_ops_on_cuda import bf16, poisoned
 
+from gptoss_trt.build_engine.shapes import model_config
+from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops.library import Plan, Storage
 from gptoss_trt.ops.moe_gemm_fp8 import Options
+from gptoss_trt.runtime.model import GptOssModel, StepBatch
+from gptoss_trt.runtime.model.loader import random_weights
 
 OPS = torch.ops.gptoss_trt
 E4M3 = torch.float8_e4m3fn
@@ -161,10 +167,46 @@ def steps() -> None:
             OPS.sample(torch.randn(rows, 5000, device="cuda"), heat, share, where, tokens, fed)
 
 
+def model() -> None:
+    """Whole steps of a small model: prompts of odd lengths, decode of some sequences, blocks of 16 and 64 tokens."""
+    sizes = {"hidden_size": 256, "intermediate_size": 192, "num_experts": 8, "num_heads": 16, "num_kv_heads": 2}
+    config = replace(model_config("gpt-oss-20b", 2), vocab_size=1000, max_context=1024, **sizes)
+    device = torch.device("cuda")
+    for dense_format in ("bf16", "fp8_block128"):
+        made = GptOssModel(random_weights(config, Formats(dense=dense_format), 1, device), device)
+        for block_tokens in (16, 64):
+            blocks = 200 // block_tokens
+            made.allocate_kv(7 * blocks, 7 * blocks, block_tokens)
+            for lengths, known in (([14], 0), ([1, 1, 1], 14), ([14, 3, 1, 60], 0), ([1] * 7, 40), ([5], 130)):
+                made.forward(step_batch(lengths, known, blocks, device))
+
+
+def step_batch(lengths: list[int], known: int, blocks: int, device: torch.device) -> StepBatch:
+    """`lengths[s]` new tokens behind `known` of each sequence, whose blocks are its own `blocks` ones."""
+
+    def ints(values: list[int]) -> torch.Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=device)
+
+    count = len(lengths)
+    ends = [sum(lengths[: s + 1]) for s in range(count)]
+    table = torch.arange(count * blocks, dtype=torch.int32, device=device).reshape(count, blocks)
+    return StepBatch(
+        token_ids=torch.arange(ends[-1], dtype=torch.int32, device=device),
+        positions=ints([known + i for length in lengths for i in range(length)]),
+        query_start=ints([0, *ends]),
+        context_lens=ints([known + length for length in lengths]),
+        full_blocks=table,
+        window_blocks=table,
+        window_first_block=ints([0] * count),
+        logits_rows=ints([end - 1 for end in ends]),
+    )
+
+
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        attention_decode, attention_prefill, attention_triton, dense, routing, experts_decode, experts_prefill, steps
+        attention_decode, attention_prefill, attention_triton, dense, routing, experts_decode, experts_prefill, steps,
+        model,
     )
 }  # fmt: skip
 
@@ -180,8 +222,9 @@ def sanitizer() -> str:
 def start(tool: str, group: str, log: Path) -> subprocess.Popen[bytes]:
     options = ["--error-exitcode", str(FOUND), "--print-limit", "20", "--target-processes", "application-only"]
     command = [sanitizer(), "--tool", tool, *options, sys.executable, __file__, "--here", group]
+    own_memory = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with log.open("wb") as out:
-        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=own_memory)
 
 
 def main() -> int:
