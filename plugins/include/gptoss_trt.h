@@ -269,6 +269,7 @@ typedef struct gptoss_trt_dense_fp8_args {
   int32_t share;             /* and parts. Blocks that copy tokens together: 1 or 2 */
   int32_t parts;             /* of K that different blocks sum, at most 8 and ceil(k / 128); with
                                 share 1. Results are equal bit for bit for equal parts only. */
+  int32_t resident;          /* blocks that a multiprocessor holds: 1, or 2 with tile_tokens 64 */
   const void* x;             /* e4m3 [tokens, k], 16-byte aligned, as are weight and out */
   const float* x_scale;      /* [ceil(k / 128), tokens] */
   const void* weight;        /* e4m3 [n, k] */

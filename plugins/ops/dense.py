@@ -31,6 +31,7 @@ class Tiles:
     tokens: int = 0
     share: int = 0
     parts: int = 0
+    resident: int = 0
 
 
 CHOSEN = Tiles()
@@ -66,10 +67,14 @@ def dense_fp8(
     out: torch.Tensor,
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
-    if len(segments) <= triton_dense.MAX_SEGMENTS and takes(DenseFormat.FP8, x, weight, segments):
-        _launch(DenseFormat.FP8, x, x_scale, weight, weight_scale, segments, bias, out)
-    else:
+    if len(segments) > triton_dense.MAX_SEGMENTS or not takes_tiles(x, weight, segments):
         triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
+    elif takes(DenseFormat.FP8, x, weight, segments):
+        _launch(DenseFormat.FP8, x, x_scale, weight, weight_scale, segments, bias, out)
+    elif len(x) <= MOST_TOKENS[DenseFormat.FP8]:
+        triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
+    else:
+        dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, CHOSEN)
 
 
 def takes_tiles(x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
@@ -101,6 +106,7 @@ def dense_fp8_tiles(
         tile_tokens=tiles.tokens,
         share=tiles.share,
         parts=tiles.parts,
+        resident=tiles.resident,
         x=x.data_ptr(),
         x_scale=x_scale.data_ptr(),
         weight=weight.data_ptr(),

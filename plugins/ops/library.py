@@ -185,6 +185,7 @@ class DenseFp8Args(ctypes.Structure):
         ("tile_tokens", ctypes.c_int32),
         ("share", ctypes.c_int32),
         ("parts", ctypes.c_int32),
+        ("resident", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("x_scale", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),

@@ -15,8 +15,9 @@ from gptoss_trt.reference.act_quant import act_quant
 
 E4M3 = torch.float8_e4m3fn
 QKV, OUT = (5120, 2880, (4096, 512, 512)), (2880, 4096, ())
-WHOLE = [Tiles(tokens, share, 1) for tokens in (64, 128, 256) for share in (1, 2)]
-IN_PARTS = [Tiles(tokens, 1, parts) for tokens in (64, 128, 256) for parts in (2, 3, 5, 8)]
+KINDS = ((64, 1), (64, 2), (128, 1), (256, 1))  # tokens of a tile, resident blocks
+WHOLE = [Tiles(tokens, share, 1, resident) for tokens, resident in KINDS for share in (1, 2)]
+IN_PARTS = [Tiles(tokens, 1, parts, resident) for tokens, resident in KINDS for parts in (2, 3, 5, 8)]
 
 
 @dataclass

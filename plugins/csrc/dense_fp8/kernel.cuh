@@ -36,8 +36,10 @@ constexpr int kProducerRegisters = 56;
 
 // kTokens: of a tile. kShare: blocks of a cluster with the same tokens. kSplit: a cluster's blocks
 // have parts of K.
-template <int kTileTokens, int kRingStages, int kShared, bool kParts>
+// kResident: blocks that a multiprocessor holds.
+template <int kTileTokens, int kRingStages, int kShared, bool kParts, int kBlocks = 1>
 struct Shape {
+  static constexpr int kResident = kBlocks;
   static constexpr int kTokens = kTileTokens, kStages = kRingStages, kShare = kShared;
   static constexpr bool kSplit = kParts;
   static constexpr bool kCluster = kShare > 1 || kSplit;
@@ -458,7 +460,7 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
 }
 
 template <typename S>
-__global__ void __launch_bounds__(kThreads, 1)
+__global__ void __launch_bounds__(kThreads, S::kResident)
     dense_fp8_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
                      const __grid_constant__ CUtensorMap weight_map) {
   extern __shared__ uint8_t dense_shared[];

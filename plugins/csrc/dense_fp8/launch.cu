@@ -63,7 +63,8 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim =
-      dim3(cluster * (S::kSplit ? work : std::min(work, options.multiprocessors / S::kShare)));
+      dim3(cluster *
+           (S::kSplit ? work : std::min(work, S::kResident * options.multiprocessors / S::kShare)));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = options.stream;
@@ -72,12 +73,14 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
 }
 
-template <int kTokens, int kStages>
+template <int kTokens, int kStages, int kResident = 1>
 cudaError_t launch_tiles(const Plan& plan, const Params& params, const Tensors& tensors,
                          const LaunchOptions& options) {
-  if (plan.parts > 1) return launch<Shape<kTokens, kStages, 1, true>>(params, tensors, options);
-  return plan.share > 1 ? launch<Shape<kTokens, kStages, 2, false>>(params, tensors, options)
-                        : launch<Shape<kTokens, kStages, 1, false>>(params, tensors, options);
+  if (plan.parts > 1)
+    return launch<Shape<kTokens, kStages, 1, true, kResident>>(params, tensors, options);
+  return plan.share > 1
+             ? launch<Shape<kTokens, kStages, 2, false, kResident>>(params, tensors, options)
+             : launch<Shape<kTokens, kStages, 1, false, kResident>>(params, tensors, options);
 }
 
 }  // namespace
@@ -87,7 +90,8 @@ cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& ten
   params.parts = plan.parts;
   switch (plan.tile_tokens) {
     case 64:
-      return launch_tiles<64, 8>(plan, params, tensors, options);
+      return plan.resident > 1 ? launch_tiles<64, 4, 2>(plan, params, tensors, options)
+                               : launch_tiles<64, 8>(plan, params, tensors, options);
     case 128:
       return launch_tiles<128, 6>(plan, params, tensors, options);
     case 256:

@@ -302,6 +302,7 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
         ({"share": 1, "parts": 9}, "parts is 9, outside 0 to 8"),
         ({"share": 1, "parts": 4, "k": 384}, "parts is 4, outside 0 to 3"),
         ({"share": 2, "parts": 2}, "parts is 2 with share 2, not 1"),
+        ({"tile_tokens": 128, "resident": 2}, "resident is 2 with tile_tokens 128, not 64"),
         ({}, "x is null"),
         ({"x": 4096, "x_scale": 4096, "weight": 4104}, "weight at 0x1008 is not aligned to 16"),
     ],
