@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
+import itertools
 import json
 import multiprocessing
 import queue
-import random
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -26,15 +26,16 @@ from typing import Any
 
 import psutil
 
+from gptoss_trt.client.api import AsyncClient
+from gptoss_trt.client.bench.workload import Lengths, Request, synthetic
 from gptoss_trt.client.connect import connect_async
 from gptoss_trt.client.protocol import END_ID_NEVER
 from gptoss_trt.client.requests import Sampling
 from gptoss_trt.runtime.engine import messages
 from gptoss_trt.runtime.engine.client import EngineClient
 
-WAYS = ("tritonserver", "engine")
+WAYS = ("tensorrt_llm", "engine")
 WARM_TOKENS = 8  # of every stream, before the time counts
-VOCABULARY = 200_000  # ids below the special tokens
 ANSWER_S = 60.0
 
 Arrivals = list[list[tuple[float, int]]]  # for each stream, (time.perf_counter, tokens) of each response
@@ -42,7 +43,7 @@ Arrivals = list[list[tuple[float, int]]]  # for each stream, (time.perf_counter,
 
 @dataclass(frozen=True)
 class Load:
-    """What one client process sends at once."""
+    """What one client process sends at once. `way`: a model of the server, or `engine`, its socket."""
 
     way: str
     streams: int
@@ -50,9 +51,10 @@ class Load:
     output_tokens: int
     seed: int
 
-    def prompts(self) -> list[tuple[int, ...]]:
-        source = random.Random(self.seed)
-        return [tuple(source.choices(range(VOCABULARY), k=self.input_tokens)) for _ in range(self.streams)]
+    def requests(self) -> list[Request]:
+        lengths = Lengths.parse(str(self.input_tokens)), Lengths.parse(str(self.output_tokens))
+        form = "ensemble" if self.way == "ensemble" else "tensorrt_llm"
+        return list(itertools.islice(synthetic(form, *lengths, self.seed), self.streams))
 
 
 def client_process(pipe: Connection, url: str, engine: Path, state: Path) -> None:
@@ -61,46 +63,53 @@ def client_process(pipe: Connection, url: str, engine: Path, state: Path) -> Non
     loop = asyncio.new_event_loop()
     client = loop.run_until_complete(_connected(url))
     while (load := pipe.recv()) is not None:
-        prompts = load.prompts()
+        requests = load.requests()
         pipe.send("ready")
         pipe.recv()
         if load.way == "engine":
-            pipe.send(_ask_engine(direct, load, prompts))
+            pipe.send(_ask_engine(direct, load, requests))
         else:
-            pipe.send(loop.run_until_complete(_ask_server(client, load, prompts)))
+            pipe.send(loop.run_until_complete(_ask_server(client, load, requests)))
     direct.close()
 
 
-async def _connected(url: str) -> Any:
+async def _connected(url: str) -> AsyncClient:
     return connect_async(url)
 
 
-async def _ask_server(client: Any, load: Load, prompts: list[tuple[int, ...]]) -> Arrivals:
-    async def stream(number: int, ids: tuple[int, ...]) -> list[tuple[float, int]]:
+async def _ask_server(client: AsyncClient, load: Load, requests: list[Request]) -> Arrivals:
+    async def stream(number: int, request: Request) -> list[tuple[float, int]]:
         sampling = Sampling(temperature=1.0, top_p=1.0, seed=load.seed + number, end_id=END_ID_NEVER)
-        arrivals = []
-        tokens = client.stream_tokens(ids, load.output_tokens, sampling, model="tensorrt_llm", timeout_s=ANSWER_S)
-        async with tokens as pieces:
-            async for piece in pieces:
-                if piece.ids:
-                    arrivals.append((time.perf_counter(), len(piece.ids)))
+        options: dict[str, Any] = {"model": load.way, "timeout_s": ANSWER_S}
+        arrivals, seen = [], 0
+        if request.input_ids is not None:
+            async with client.stream_tokens(request.input_ids, request.max_tokens, sampling, **options) as tokens:
+                async for piece in tokens:
+                    if piece.ids:
+                        arrivals.append((time.perf_counter(), len(piece.ids)))
+            return arrivals
+        async with client.stream_text(request.prompt or "", request.max_tokens, sampling, **options) as text:
+            async for fragment in text:
+                if (fragment.output_tokens or 0) > seen:
+                    arrivals.append((time.perf_counter(), (fragment.output_tokens or 0) - seen))
+                    seen = fragment.output_tokens or 0
         return arrivals
 
-    return list(await asyncio.gather(*(stream(number, ids) for number, ids in enumerate(prompts))))
+    return list(await asyncio.gather(*(stream(number, request) for number, request in enumerate(requests))))
 
 
-def _ask_engine(client: EngineClient, load: Load, prompts: list[tuple[int, ...]]) -> Arrivals:
+def _ask_engine(client: EngineClient, load: Load, requests: list[Request]) -> Arrivals:
     events: queue.SimpleQueue[tuple[int, float, messages.Event]] = queue.SimpleQueue()
-    arrivals: Arrivals = [[] for _ in prompts]
+    arrivals: Arrivals = [[] for _ in requests]
 
     def sink_of(number: int) -> Any:
         return lambda event: events.put((number, time.perf_counter(), event))
 
-    for number, ids in enumerate(prompts):
-        sampling = messages.Sampling(seed=load.seed + number)
-        submit = messages.Submit(f"direct-{load.seed}-{number}", ids, load.output_tokens, sampling=sampling)
+    for number, request in enumerate(requests):
+        sampling, name = messages.Sampling(seed=load.seed + number), f"direct-{load.seed}-{number}"
+        submit = messages.Submit(name, request.input_ids or (), request.max_tokens, sampling=sampling)
         client.submit(submit, sink_of(number))
-    left = len(prompts)
+    left = len(requests)
     while left:
         number, at, event = events.get(timeout=ANSWER_S)
         if isinstance(event, messages.Error):
@@ -222,7 +231,9 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=8, help="client processes; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=2, help="of each cell, the best stands; default: %(default)s")
-    parser.add_argument("--ways", default=",".join(WAYS), help="default: %(default)s")
+    parser.add_argument(
+        "--ways", default=",".join(WAYS), help="models, and `engine` for the engine's socket; default: %(default)s"
+    )
     parser.add_argument("--note", action="append", default=[], metavar="KEY=VALUE", help="goes into every line")
     parser.add_argument("--out", type=Path, help="lines are appended to this file too")
     return parser.parse_args()
