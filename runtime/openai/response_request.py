@@ -123,6 +123,16 @@ def chat_body(request: ResponseRequest, earlier: list[Json]) -> Json:
     return body
 
 
+def message_places(request: ResponseRequest, earlier: list[Json]) -> list[str]:
+    """Where each message of `chat_body` came from in the request, for its errors. `input[i]` is an item that is a
+    message of its own; what several items may have made is `input`."""
+    instructions = ["instructions"] if request.instructions else []
+    own = ["input"]
+    if not isinstance(request.input, str):
+        own = ["input" if message.get("role") == "assistant" else place for place, message in _placed(request.input)]
+    return [*instructions, *["previous_response_id"] * len(earlier), *own]
+
+
 def input_messages(items: str | list[Any]) -> list[Json]:
     """Input items as chat messages. What belongs to one assistant turn (reasoning, text, calls) becomes one message.
 
@@ -130,7 +140,12 @@ def input_messages(items: str | list[Any]) -> list[Json]:
     """
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
-    messages: list[Json] = []
+    return [message for _, message in _placed(items)]
+
+
+def _placed(items: list[Any]) -> list[tuple[str, Json]]:
+    """The messages of the items, each with the place of the item that it begins with."""
+    messages: list[tuple[str, Json]] = []
     open_turn: Json | None = None  # an assistant message that later items may still belong to
     for index, item in enumerate(items):
         place = f"input[{index}]"
@@ -140,15 +155,15 @@ def input_messages(items: str | list[Any]) -> list[Json]:
         if kind in ("reasoning", "function_call") or (kind == "message" and item.get("role") == "assistant"):
             if open_turn is None or (kind != "function_call" and _has_ended(open_turn)):
                 open_turn = {"role": "assistant", "content": None}
-                messages.append(open_turn)
+                messages.append((place, open_turn))
             _ASSISTANT[kind](open_turn, item)
             continue
         open_turn = None
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": item.get("content")})
+            messages.append((place, {"role": item.get("role"), "content": item.get("content")}))
         elif kind == "function_call_output":
             output = item.get("output")
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+            messages.append((place, {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}))
         else:
             raise RequestError(400, f"{place}.type", f"{place}.type {kind!r} is not supported", "invalid_value")
     return messages

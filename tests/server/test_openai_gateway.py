@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -123,6 +124,32 @@ def test_half_a_surrogate_pair_is_no_defect(gateway: httpx.Client) -> None:
 def test_a_body_without_a_length_is_cut_at_the_limit(gateway: httpx.Client) -> None:
     response = gateway.post("/v1/chat/completions", content=(b"x" * 50_000 for _ in range(10)))
     assert response.status_code == 413
+
+
+def test_a_client_that_writes_on_still_reads_the_refusal(gateway: httpx.Client) -> None:
+    url, size = gateway.base_url, 80 << 20
+    connection = http.client.HTTPConnection(url.host, url.port, timeout=30)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        body=(b"x" * (1 << 20) for _ in range(80)),
+        headers={"content-length": str(size), "content-type": "application/json"},
+    )
+    response = connection.getresponse()
+    error = json.loads(response.read())["error"]
+    connection.close()
+    assert (response.status, error["code"]) == (413, "request_too_large")
+    assert str(size) in error["message"]
+
+
+def test_a_response_s_errors_name_its_own_parameters(gateway: httpx.Client) -> None:
+    items = [{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}]
+    for stream in (False, True):
+        response = gateway.post("/v1/responses", json={"input": items, "instructions": "Be brief.", "stream": stream})
+        error = response.json()["error"]
+        assert response.status_code == 400 and error["param"].startswith("input[1]"), error
+        response = gateway.post("/v1/responses", json={"input": "x", "max_output_tokens": 0, "stream": stream})
+        assert response.json()["error"]["param"] == "max_output_tokens"
 
 
 def test_unknown_routes(gateway: httpx.Client) -> None:

@@ -19,8 +19,15 @@ from gptoss_trt.runtime.openai.gateway.bodies import read_object
 from gptoss_trt.runtime.openai.gateway.generation_routes import note_usage, served_name
 from gptoss_trt.runtime.openai.gateway.streaming import ERROR_BEGIN, Exchange, event_stream
 from gptoss_trt.runtime.openai.gateway.triton import error_of_text
+from gptoss_trt.runtime.openai.response_errors import in_response_terms
 from gptoss_trt.runtime.openai.response_objects import ResponseAnswer
-from gptoss_trt.runtime.openai.response_request import ResponseRequest, chat_body, input_messages, read_response
+from gptoss_trt.runtime.openai.response_request import (
+    ResponseRequest,
+    chat_body,
+    input_messages,
+    message_places,
+    read_response,
+)
 
 router = APIRouter()
 Json = dict[str, Any]
@@ -33,6 +40,7 @@ async def create(request: Request) -> Response:
     asked = read_response(body)
     earlier = await _earlier(request, asked.previous_response_id)
     chat = {**chat_body(asked, earlier), "model": name}
+    places = message_places(asked, earlier)
     answer = ResponseAnswer(asked, model=name)
     history = [*earlier, *input_messages(asked.input)]
     state = request.app.state
@@ -41,11 +49,14 @@ async def create(request: Request) -> Response:
     )
     if asked.stream:
         return await event_stream(
-            request, source, lambda batches: _events(request, asked, answer, history, batches), done=False
+            request,
+            source,
+            lambda batches: _events(request, asked, answer, history, _chunks(request, batches, places)),
+            done=False,
         )
     exchange = Exchange(request, source)
     try:
-        async for chunk in _chunks(request, source.batches()):
+        async for chunk in _chunks(request, source.batches(), places):
             answer.push(chunk)
         if exchange.gone:
             raise RequestError(499, None, "the client has gone away", "client_closed_request")
@@ -83,12 +94,16 @@ def _json(body: Json) -> Response:
 
 
 async def _events(
-    request: Request, asked: ResponseRequest, answer: ResponseAnswer, history: list[Json], batches: Any
+    request: Request,
+    asked: ResponseRequest,
+    answer: ResponseAnswer,
+    history: list[Json],
+    chunks: AsyncIterator[Json],
 ) -> AsyncIterator[bytes]:
     """Server-sent events, each named by its type. The first ones wait for the model to take the request."""
     begun = False
     try:
-        async for chunk in _chunks(request, batches):
+        async for chunk in chunks:
             if not begun:
                 yield _encode(answer.begin())
                 begun = True
@@ -105,15 +120,19 @@ async def _events(
         yield _encode(end)
 
 
-async def _chunks(request: Request, batches: AsyncIterator[list[bytes]]) -> AsyncIterator[Json]:
-    async for texts in batches:
-        for text in texts:
-            if text.startswith(ERROR_BEGIN):
-                raise error_of_text(text)
-            chunk: Json = json.loads(text)
-            if chunk.get("usage") is not None:
-                note_usage(request, chunk["usage"])
-            yield chunk
+async def _chunks(request: Request, batches: AsyncIterator[list[bytes]], places: list[str]) -> AsyncIterator[Json]:
+    """The chat model's chunks. Raises RequestError in the words of /v1/responses."""
+    try:
+        async for texts in batches:
+            for text in texts:
+                if text.startswith(ERROR_BEGIN):
+                    raise error_of_text(text)
+                chunk: Json = json.loads(text)
+                if chunk.get("usage") is not None:
+                    note_usage(request, chunk["usage"])
+                yield chunk
+    except RequestError as error:
+        raise in_response_terms(error, places) from error
 
 
 def _encode(events: list[Json]) -> bytes:

@@ -13,8 +13,9 @@ from gptoss_trt.runtime.openai import RequestError
 from gptoss_trt.runtime.openai.chat_objects import ChatAnswer
 from gptoss_trt.runtime.openai.chat_request import read_chat
 from gptoss_trt.runtime.openai.gateway.store import ResponseStore
+from gptoss_trt.runtime.openai.response_errors import in_response_terms
 from gptoss_trt.runtime.openai.response_objects import ResponseAnswer
-from gptoss_trt.runtime.openai.response_request import chat_body, input_messages, read_response
+from gptoss_trt.runtime.openai.response_request import chat_body, input_messages, message_places, read_response
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": True}
 THINK = "<|channel|>analysis<|message|>Hm 🙂.<|end|><|start|>assistant"
@@ -133,6 +134,41 @@ def test_refusals(more: Any, param: str) -> None:
         chat_body(read_response({"input": "x", **more}), [])
     assert caught.value.status == 400
     assert (caught.value.param or "").startswith(param)
+
+
+TURN = [{"type": "reasoning", "content": [{"text": "Hm"}]}, {"type": "function_call", "name": "f", "call_id": "1"}]
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "text"),
+    [
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens is 0"),
+        ({"reasoning": {"effort": "max"}}, "reasoning.effort", "'max'"),
+        ({"text": {"verbosity": "low"}}, "text.verbosity", "text.verbosity is 'low'"),
+        ({"text": {"format": {"type": "json_schema", "name": "a b", "schema": {}}}}, "text.format.name", "'a b'"),
+        ({"text": {"format": {"type": "verbosity"}}}, "text.format.type", "'verbosity'"),
+        (
+            {"input": [{"role": "user", "content": "x"}, {"role": "wizard", "content": "x"}]},
+            "input[1].role",
+            "input[1]",
+        ),
+        ({"input": [{"role": "user", "content": [{"type": "smell"}]}]}, "input[0].content[0].type", "'smell'"),
+        ({"input": TURN}, "input", "input (arguments)"),
+        ({"temperature": 7}, "temperature", "temperature is 7"),
+    ],
+)
+def test_chat_s_complaints_name_what_the_client_wrote(more: Any, param: str, text: str) -> None:
+    request = read_response({"input": "x", "instructions": "Be brief.", **more})
+    earlier = [{"role": "user", "content": "messages[0] and verbosity"}]
+    body = chat_body(request, earlier)
+    with pytest.raises(RequestError) as caught:
+        read_chat(body)
+    places = message_places(request, earlier)
+    assert len(places) == len(body["messages"])
+    error = in_response_terms(caught.value, places)
+    assert error.param == param, error.message
+    assert text in error.message and "messages[" not in error.message
+    assert (error.status, error.code) == (caught.value.status, caught.value.code)
 
 
 @pytest.mark.parametrize("shared", [True, False])
