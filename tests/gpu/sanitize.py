@@ -90,8 +90,8 @@ def attention_triton() -> None:
 
 
 def dense() -> None:
-    """The products of few tokens in both formats, and FP8 with more."""
-    for tokens in (1, 3, 8, 13, 16, 20):
+    """The products in both formats, of few tokens and of more."""
+    for tokens in (1, 3, 8, 13, 16, 20, 70, 200):
         for rows, columns in ((640, 256), (256, 1024), (264, 192)):
             x, weight, bias = (part.cuda() for part in (bf16(tokens, columns), bf16(rows, columns), bf16(rows)))
             OPS.dense(x, weight, bias, poisoned(tokens, rows, dtype=torch.bfloat16).cuda())
