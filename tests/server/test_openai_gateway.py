@@ -133,7 +133,7 @@ def test_a_client_that_writes_on_still_reads_the_refusal(gateway: httpx.Client) 
         "POST",
         "/v1/chat/completions",
         body=(b"x" * (1 << 20) for _ in range(80)),
-        headers={"content-length": str(size), "content-type": "application/json"},
+        headers={"content-length": str(size), "connection": "close"},
     )
     response = connection.getresponse()
     error = json.loads(response.read())["error"]
