@@ -1,15 +1,17 @@
 """Heals models whose python stub died: Triton neither restarts a stub nor reports its death, unload and load does.
 
-Invariant: a model is reloaded only when its stub's process vanished while the server lives; one reload at a time.
-Must not know what a model does.
+Invariant: a model is reloaded only when the stub that serves it vanished while the server calls it ready; one that an
+administrator unloads or reloads is left alone. One reload at a time. Must not know what a model does.
 """
 
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -25,24 +27,54 @@ STUB_NAME = "triton_python_backend_stub"
 log = logging.getLogger(__name__)
 
 
-def stubs_by_model(server_pid: int) -> dict[str, set[int]]:
-    """The stub processes under `server_pid`, by the model whose model.py they run."""
-    found: dict[str, set[int]] = {}
+@dataclass(frozen=True)
+class Stub:
+    """A living stub: the model whose model.py it runs, as which instance, and when it began (time.time())."""
+
+    model: str
+    instance: str
+    pid: int
+    started: float
+
+
+def living_stubs(server_pid: int) -> list[Stub]:
+    """The stub processes under `server_pid`, the oldest first."""
+    found: list[Stub] = []
     try:
         children = psutil.Process(server_pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return found
     for child in children:
         try:
-            words = child.cmdline()
+            words, started = child.cmdline(), child.create_time()
             alive = child.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             continue  # it ended between the listing and the look
         if alive and words and words[0].endswith(STUB_NAME):
             model_file = next((word for word in words if word.endswith("model.py")), None)
             if model_file is not None:
-                found.setdefault(Path(model_file).parent.parent.name, set()).add(child.pid)
+                model = Path(model_file).parent.parent.name
+                instance = next((word for word in words if re.fullmatch(rf"{re.escape(model)}(_\d+)+", word)), model)
+                found.append(Stub(model, instance, child.pid, started))
+    return sorted(found, key=lambda stub: stub.started)
+
+
+def stubs_by_model(server_pid: int) -> dict[str, set[int]]:
+    """The pids of the stubs under `server_pid`, by model."""
+    found: dict[str, set[int]] = {}
+    for stub in living_stubs(server_pid):
+        found.setdefault(stub.model, set()).add(stub.pid)
     return found
+
+
+def serving(stubs: list[Stub]) -> dict[str, Stub]:
+    """The newest stub of each instance. An older one is what a reload left: it ends with its last stream."""
+    return {stub.instance: stub for stub in stubs}
+
+
+def _replaced(stub: Stub, newest: dict[str, Stub]) -> bool:
+    """Whether a younger stub serves the instance of `stub`."""
+    return stub.instance in newest and newest[stub.instance].started > stub.started
 
 
 class StubWatch:
@@ -53,14 +85,14 @@ class StubWatch:
         self._on_death = on_death
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="stub-watch", daemon=True)
-        self._known: dict[str, set[int]] = {}
+        self._known: dict[str, Stub] = {}  # by instance
         self._backoff_s: dict[str, float] = {}
         self._healed_at: dict[str, float] = {}
         self.reloads = 0
 
     def start(self) -> None:
         assert self._server.process is not None
-        self._known = stubs_by_model(self._server.process.pid)
+        self._known = serving(living_stubs(self._server.process.pid))
         self._thread.start()
 
     def stop(self) -> None:
@@ -71,12 +103,15 @@ class StubWatch:
         process = self._server.process
         assert process is not None
         while not self._stop.wait(POLL_S) and process.poll() is None:
-            now = stubs_by_model(process.pid)
-            for model, pids in self._known.items():
-                if pids - now.get(model, set()):
+            living = living_stubs(process.pid)
+            pids, newest = {stub.pid for stub in living}, serving(living)
+            gone = [stub for stub in self._known.values() if stub.pid not in pids and not _replaced(stub, newest)]
+            self._known = newest
+            for model in dict.fromkeys(stub.model for stub in gone):
+                if self._server.claims_ready(model):  # else it was unloaded
                     self._on_death(model)
                     self._heal(model)
-            self._known = {**self._known, **stubs_by_model(process.pid)}
+                    self._known = serving(living_stubs(process.pid))
 
     def _heal(self, model: str) -> None:
         """Unloads and loads `model`; a model that keeps dying waits twice as long each time, up to LAST_BACKOFF_S."""
@@ -94,5 +129,3 @@ class StubWatch:
         else:
             self.reloads += 1
         self._healed_at[model] = time.monotonic()
-        # What died before is forgotten even if the reload failed, so that one death is handled once.
-        self._known[model] = set()

@@ -220,6 +220,17 @@ class TritonServer:
         finally:
             client.close()
 
+    def claims_ready(self, model: str, timeout_s: float = 5.0) -> bool:
+        """Whether the server says that it serves `model`, which it says of one whose stub has died, too. False for a
+        model that is unloaded, being loaded, or when the server does not answer."""
+        client = grpcclient.InferenceServerClient(self.grpc_url)
+        try:
+            return bool(client.is_model_ready(model, client_timeout=timeout_s))
+        except InferenceServerException:
+            return False
+        finally:
+            client.close()
+
     def stop(self, drain_s: float | None = None) -> int:
         """Drains: SIGTERM, then after `drain_s` (the options' unless given) what is left is cancelled by ending the
         engine. Removes the shared memory and returns 0, or the server's own status if it had died before."""

@@ -136,6 +136,11 @@ class Delivery:
         with self._lock:
             return engine_id in self._open_ids
 
+    def is_idle(self) -> bool:
+        """Whether every request that was started has had its last response."""
+        with self._lock:
+            return not self._live
+
     def close(self) -> None:
         """Fails what is still open and ends the threads. The engine client must be closed first."""
         self._closing.set()

@@ -29,6 +29,7 @@ from gptoss_trt.runtime.triton_models.delivery import Delivery
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
 from gptoss_trt.runtime.triton_models.metrics import MetricsPublisher
 from gptoss_trt.runtime.triton_models.server_watch import ServerWatch
+from gptoss_trt.runtime.triton_models.succession import Succession, leave_process
 from gptoss_trt.runtime.triton_models.triton_io import TritonResponder
 
 log = logging.getLogger(__name__)
@@ -60,6 +61,9 @@ class EngineModel(ABC):
         if self.parameters["metrics"] and arguments["model_instance_name"].endswith("_0_0"):  # one instance of several
             self._metrics = MetricsPublisher(self.client.stats, arguments["model_name"], arguments["model_version"])
         self._server_watch = ServerWatch()
+        self._succession = Succession(
+            state_dir / "instances", arguments["model_instance_name"], self.delivery.is_idle, leave_process
+        )
         self._unique = f"{secrets.token_hex(6)}-"
         self._count = itertools.count()
 
@@ -91,6 +95,7 @@ class EngineModel(ABC):
         self.client.close()
         self.delivery.close()
         self._server_watch.close()
+        self._succession.close()
 
     def engine_id(self, triton_id: str = "") -> str:
         """An id for one request to the engine: the Triton request's while it is free, so that a stop request which

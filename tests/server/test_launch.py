@@ -11,7 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from gptoss_trt.runtime.harmony import Tokenizer
-from gptoss_trt.runtime.launch.stub_watch import stubs_by_model
+from gptoss_trt.runtime.launch.stub_watch import POLL_S, stubs_by_model
 
 WORDS = "Count the sheep"
 ENGINE = {
@@ -248,6 +248,40 @@ def test_a_stub_that_dies_fails_the_streams_of_the_gateway(folder: Path, workers
             assert time.monotonic() < deadline, status
             time.sleep(0.2)
     assert serve.end()[0] == 0
+
+
+def test_what_an_administrator_unloads_or_reloads_is_left_alone(folder: Path) -> None:
+    serve = Serve(folder, "--drain-seconds", "1")
+    told = serve.announcement()
+    url, key = told["http"], {"gptoss-admin-key": (Path(told["state"]) / "admin.key").read_text()}
+    server = next(p for p in psutil.Process(serve.process.pid).children() if p.name() == "tritonserver")
+
+    def control(model: str, action: str) -> None:
+        assert status_of(f"{url}/v2/repository/models/{model}/{action}", b"{}", key) == 200
+
+    def until(done: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not done():
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+    control("ensemble", "unload")
+    until(lambda: "ensemble" not in stubs_by_model(server.pid))
+    time.sleep(4 * POLL_S)
+    assert status_of(f"{url}/v2/models/ensemble/ready") != 200, "the launcher has loaded it again"
+    seen: list[Any] = []
+    reader = stream(url, 50_000, seen)
+    time.sleep(1.0)  # the stream runs
+    (old,) = stubs_by_model(server.pid)["tensorrt_llm"]
+    control("tensorrt_llm", "unload")
+    control("tensorrt_llm", "load")
+    (fresh,) = stubs_by_model(server.pid)["tensorrt_llm"] - {old}
+    os.kill(fresh, signal.SIGKILL)  # while the old one still serves its stream
+    until(lambda: bool(stubs_by_model(server.pid)["tensorrt_llm"] - {old, fresh}))
+    assert psutil.pid_exists(old)
+    status, errors = serve.end()
+    reader.join(20)
+    assert status == 0 and errors.count("died: reloading it") == 1, errors
 
 
 def test_a_killed_launcher_leaves_no_server(folder: Path) -> None:
