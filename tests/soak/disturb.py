@@ -21,6 +21,7 @@ from tritonclient.utils import InferenceServerException
 from windows import Windows
 
 from gptoss_trt.runtime.launch.server_binary import LaunchError
+from gptoss_trt.runtime.launch.stub_watch import living_stubs, serving
 from gptoss_trt.runtime.launch.tritonserver import ADMIN_HEADER, ENGINE_MODULE, TritonServer
 
 MEMORY_PERIOD_S = 2.0
@@ -29,6 +30,7 @@ CONTROL_TIMEOUT_S = 60.0
 GRPC_HEADER_PREFIX = "triton-grpc-protocol-"  # what --grpc-restricted-protocol puts before the header's name
 RECOVERY_S = 240.0  # with 200 streams of the demo on two cores an answer takes a minute
 MIB = 1 << 20
+MEMORY_COLUMNS = ("second", "server", "stubs", "engine", "draining")
 
 
 def engine_processes(server: TritonServer) -> list[psutil.Process]:
@@ -40,6 +42,15 @@ def engine_processes(server: TritonServer) -> list[psutil.Process]:
             if ENGINE_MODULE in words and any(word.startswith(str(server.folder)) for word in words):
                 found.append(process)
     return found
+
+
+def stub_processes(server: TritonServer) -> tuple[list[int], list[int]]:
+    """Pids of the stubs under this server: the newest of each instance, and older ones, which serve the streams of an
+    unloaded model to their end."""
+    assert server.process is not None
+    stubs = living_stubs(server.process.pid)
+    newest = {stub.pid for stub in serving(stubs).values()}
+    return sorted(newest), [stub.pid for stub in stubs if stub.pid not in newest]
 
 
 class Disturber:
@@ -109,10 +120,13 @@ class Disturber:
 
 @dataclass
 class Memory:
-    """Resident MiB of the server, its stubs and its engine over time, and how late the metrics page is."""
+    """Resident MiB of the server, its stubs and its engine over time, and how late the metrics page is.
+
+    A stub that drains is counted apart: it is the old process of a reloaded model and ends with its last stream.
+    """
 
     server: TritonServer
-    samples: list[tuple[float, float, float, float]] = field(default_factory=list)
+    samples: list[tuple[float, float, float, float, float]] = field(default_factory=list)  # as in MEMORY_COLUMNS
     page_ages_s: list[float] = field(default_factory=list)
     engines: set[int] = field(default_factory=set)
 
@@ -124,14 +138,13 @@ class Memory:
             self.page_ages_s.append(await asyncio.to_thread(self._page_age_s))
             await asyncio.sleep(MEMORY_PERIOD_S)
 
-    def _sample(self) -> tuple[float, float, float]:
+    def _sample(self) -> tuple[float, float, float, float]:
         assert self.server.process is not None
-        tree = psutil.Process(self.server.process.pid)
         engines = engine_processes(self.server)
         self.engines |= {process.pid for process in engines}
-        names = {process.pid for process in engines}
-        stubs = [process for process in tree.children(recursive=True) if process.pid not in names]
-        return _resident([tree]), _resident(stubs), _resident(engines)
+        stubs, draining = stub_processes(self.server)
+        pids = ([self.server.process.pid], stubs, [process.pid for process in engines], draining)
+        return _resident(pids[0]), _resident(pids[1]), _resident(pids[2]), _resident(pids[3])
 
     def _page_age_s(self) -> float:
         """How old the engine's numbers on the metrics page are."""
@@ -141,15 +154,16 @@ class Memory:
         return round(time.time() - float(stamps[0]), 1) if stamps else math.inf
 
     def growth_mib(self) -> float:
-        """The median total of the last fifth of the samples less that of the second fifth."""
-        totals = [sum(sample[1:]) for sample in self.samples]
+        """The median of server, stubs and engine together over the last fifth of the samples, less that over the second
+        fifth."""
+        totals = [sum(sample[1:4]) for sample in self.samples]
         fifth = max(1, len(totals) // 5)
         return statistics.median(totals[-fifth:]) - statistics.median(totals[fifth : 2 * fifth] or totals)
 
 
-def _resident(processes: list[psutil.Process]) -> float:
+def _resident(pids: list[int]) -> float:
     total = 0.0
-    for process in processes:
+    for pid in pids:
         with contextlib.suppress(psutil.Error):  # it ended between the listing and the look
-            total += process.memory_info().rss / MIB
+            total += psutil.Process(pid).memory_info().rss / MIB
     return round(total, 1)

@@ -28,7 +28,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from disturb import Disturber, Memory
+from disturb import MEMORY_COLUMNS, Disturber, Memory, stub_processes
 from load import OUTCOMES, Clients, Load, Seen
 from questions import DemoQuestions, Question, ScriptedQuestions, Source, demo_candidates, scripted_engine
 from windows import Windows
@@ -158,7 +158,7 @@ def report(load: Load, disturber: Disturber, memory: Memory, problems: list[str]
         "latency_p99_s": round(latencies[int(0.99 * (len(latencies) - 1))], 3),
         "oldest_metrics_s": max(memory.page_ages_s),
         "memory_growth_mib": round(growth, 1),
-        "memory_mib": {"columns": ["second", "server", "stubs", "engine"], "rows": thinned(memory.samples)},
+        "memory_mib": {"columns": MEMORY_COLUMNS, "rows": thinned(memory.samples)},
         "errors": dict(tally.errors.most_common(20)),
         "problems": problems,
     }
@@ -169,17 +169,22 @@ def thinned(samples: list[Any], rows: int = 30) -> list[Any]:
 
 
 def left_over(server: TritonServer) -> list[str]:
-    """Requests and blocks that the engine still holds after every client has gone."""
+    """What is still held after every client has gone: requests and blocks of the engine, stubs of models that were
+    reloaded."""
     engine = EngineClient(server.options.engine_dir, state_dir=server.folder, start=False)
     until = time.monotonic() + IDLE_TIMEOUT_S
     try:
         while True:
             stats = engine.stats()
-            held = {"active": stats["requests"]["active"], "blocks": stats["kv"]["full"]["used"]}
+            held = {
+                "requests": stats["requests"]["active"],
+                "blocks": stats["kv"]["full"]["used"],
+                "draining stubs": len(stub_processes(server)[1]),
+            }
             if not any(held.values()):
                 return []
             if time.monotonic() > until:
-                return [f"{IDLE_TIMEOUT_S:.0f} s after the last client the engine still holds {held}"]
+                return [f"{IDLE_TIMEOUT_S:.0f} s after the last client are held: {held}"]
             time.sleep(0.1)
     finally:
         engine.close()
