@@ -54,14 +54,15 @@ def adversarial(tokens: int, width: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("width", [2880, 192])
 @pytest.mark.parametrize("group", [128, 64, 0])
-def test_act_quant(width: int, group: int) -> None:
-    x = adversarial(5, width)
+@pytest.mark.parametrize("tokens", [5, 37])  # one a program, and four
+def test_act_quant(tokens: int, width: int, group: int) -> None:
+    x = adversarial(tokens, width)
     groups = -(-width // (group or 128))
     outputs = []
     for function in (triton_act_quant.act_quant, OPS.act_quant):
-        q = torch.empty(5, width, dtype=E4M3)
+        q = torch.empty(tokens, width, dtype=E4M3)
         q.view(torch.uint8).fill_(0x55)
-        scales = torch.full((groups, 5), POISON) if group else None
+        scales = torch.full((groups, tokens), POISON) if group else None
         function(x, group, q, scales)
         outputs.append((q, scales))
     (q, scales), (want_q, want_scales) = outputs
