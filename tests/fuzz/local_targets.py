@@ -41,7 +41,7 @@ from gptoss_trt.runtime.openai.submission import chat_submit, completion_submit
 
 Case = tuple[str, Callable[[], Any]]
 CONTEXT = 4096
-SIMULATOR = Path(__file__).parents[1] / "cpu" / "engine" / "test_scheduler_simulator.py"
+SIMULATOR = Path(__file__).parents[1] / "cpu" / "engine" / "scheduler_simulator.py"
 
 SUBMIT = Submit(
     "id",
