@@ -285,6 +285,74 @@ typedef struct gptoss_trt_dense_fp8_args {
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_args* args,
                                                       gptoss_trt_stream stream);
 
+/* ---- decode_one: one token through all layers, in one launch -------------------------------- */
+
+/* One layer of gpt-oss on the device, whole (no tensor parallelism). bf16 unless said otherwise;
+ * everything 16-byte aligned. */
+typedef struct gptoss_trt_decode_one_layer {
+  const void* attention_norm;  /* [2880] */
+  const void* qkv_weight;      /* [5120, 2880], bf16 or e4m3 */
+  const float* qkv_scale;      /* FP8: [40, 23] */
+  const void* qkv_bias;        /* [5120] */
+  const void* sinks;           /* [64] */
+  const void* out_weight;      /* [2880, 4096], bf16 or e4m3 */
+  const float* out_scale;      /* FP8: [23, 32] */
+  const void* out_bias;        /* [2880] */
+  const void* moe_norm;        /* [2880] */
+  const void* router_weight;   /* [E, 2880] */
+  const void* router_bias;     /* [E] */
+  const void* gate_up_weight;  /* MXFP4 in layout sm90_v1, [E] of [5760, 2880] */
+  const void* gate_up_bias;    /* [E, 5760] */
+  const void* down_weight;     /* MXFP4 in layout sm90_v1, [E] of [2880, 2880] */
+  const void* down_bias;       /* [E, 2880] */
+  void* k_cache;               /* [blocks, 8, block_tokens, 64] */
+  void* v_cache;
+  int64_t window; /* keys that a token sees, itself among them; 0: all of its context */
+} gptoss_trt_decode_one_layer;
+
+typedef struct gptoss_trt_decode_one_args {
+  uint32_t size;           /* sizeof(gptoss_trt_decode_one_args) */
+  int32_t format;          /* gptoss_trt_dense_format of qkv, out and lm_head */
+  int32_t num_layers;      /* 1 to 36 */
+  int32_t experts;         /* 4 to 128, at most the card's multiprocessors */
+  int32_t vocabulary;      /* a multiple of 8 */
+  int32_t block_tokens;    /* of both pools: 16, 32 or 64 */
+  int32_t full_width;      /* entries of full_blocks */
+  int32_t window_width;    /* entries of window_blocks */
+  float eps;               /* of the norms */
+  float limit;             /* SwiGLU, as in gptoss_trt_moe_gemm_args */
+  float alpha;
+  float scale;             /* of attention scores, positive */
+  const gptoss_trt_decode_one_layer* layers; /* [num_layers], on the device */
+  const void* embedding;                     /* bf16 [vocabulary, 2880] */
+  const void* final_norm;                    /* bf16 [2880] */
+  const void* lm_head;                       /* [vocabulary, 2880], bf16 or e4m3 */
+  const float* lm_head_scale;                /* FP8: [ceil(vocabulary / 128), 23] */
+  const float* cos_sin;                      /* [positions, 64]: 32 cosines, 32 sines */
+  const int32_t* token_ids;                  /* [1] */
+  const int32_t* positions;                  /* [1] */
+  const int32_t* context_lens;               /* [1]: keys, the token's own among them; 0: padding,
+                                                nothing is appended and nothing attended */
+  const int32_t* full_blocks;                /* [full_width], of layers without a window */
+  const int32_t* window_blocks;              /* [window_width], of layers with one */
+  const int32_t* window_first_block;         /* [1] */
+  float* logits;                             /* [vocabulary] */
+  void* workspace; /* 256-byte aligned; zeros ahead of the first call, the library's own between
+                      calls. Calls that may overlap in time need workspaces of their own. */
+  uint64_t workspace_bytes;
+} gptoss_trt_decode_one_args;
+
+/* *bytes = workspace of a call. Fails with INVALID_ARGUMENT for a null bytes. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_decode_one_workspace(uint64_t* bytes);
+
+/* Launches the forward pass of one token: embedding, all layers (its key and value are written into
+ * the caches), logits. h has the static scale. The launch takes every multiprocessor at once and
+ * waits for them, so nothing else may hold one for good. Fails with INVALID_ARGUMENT, UNSUPPORTED
+ * (a card that is not sm_90 or has fewer than 90 or more than 180 multiprocessors, more experts
+ * than multiprocessors), WORKSPACE_TOO_SMALL or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_decode_one(const gptoss_trt_decode_one_args* args,
+                                                       gptoss_trt_stream stream);
+
 #ifdef __cplusplus
 }
 #endif

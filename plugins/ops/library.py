@@ -198,6 +198,59 @@ class DenseFp8Args(ctypes.Structure):
         super().__init__(size=ctypes.sizeof(DenseFp8Args), **values)
 
 
+class DecodeOneLayer(ctypes.Structure):
+    """gptoss_trt_decode_one_layer: addresses of one layer's tensors, and its window."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_void_p)
+            for name in (
+                "attention_norm", "qkv_weight", "qkv_scale", "qkv_bias", "sinks", "out_weight", "out_scale", "out_bias",
+                "moe_norm", "router_weight", "router_bias", "gate_up_weight", "gate_up_bias", "down_weight",
+                "down_bias", "k_cache", "v_cache",
+            )
+        ),
+        ("window", ctypes.c_int64),
+    )  # fmt: skip
+
+
+class DecodeOneArgs(ctypes.Structure):
+    """gptoss_trt_decode_one_args; the header says what each field means. `size` is filled in."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("format", ctypes.c_int32),
+        ("num_layers", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("vocabulary", ctypes.c_int32),
+        ("block_tokens", ctypes.c_int32),
+        ("full_width", ctypes.c_int32),
+        ("window_width", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("limit", ctypes.c_float),
+        ("alpha", ctypes.c_float),
+        ("scale", ctypes.c_float),
+        ("layers", ctypes.c_void_p),
+        ("embedding", ctypes.c_void_p),
+        ("final_norm", ctypes.c_void_p),
+        ("lm_head", ctypes.c_void_p),
+        ("lm_head_scale", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("token_ids", ctypes.c_void_p),
+        ("positions", ctypes.c_void_p),
+        ("context_lens", ctypes.c_void_p),
+        ("full_blocks", ctypes.c_void_p),
+        ("window_blocks", ctypes.c_void_p),
+        ("window_first_block", ctypes.c_void_p),
+        ("logits", ctypes.c_void_p),
+        ("workspace", ctypes.c_void_p),
+        ("workspace_bytes", ctypes.c_uint64),
+    )
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(DecodeOneArgs), **values)
+
+
 class Library:
     """The loaded library. Methods raise LibraryError with the library's text when a call fails."""
 
@@ -227,6 +280,8 @@ class Library:
         self._handle.gptoss_trt_attention_prefill.argtypes = (attention, stream)
         self._handle.gptoss_trt_dense_few.argtypes = (ctypes.POINTER(DenseFewArgs), stream)
         self._handle.gptoss_trt_dense_fp8.argtypes = (ctypes.POINTER(DenseFp8Args), stream)
+        self._handle.gptoss_trt_decode_one_workspace.argtypes = (size,)
+        self._handle.gptoss_trt_decode_one.argtypes = (ctypes.POINTER(DecodeOneArgs), stream)
 
     def _check(self, status: int) -> None:
         if status != 0:
@@ -259,6 +314,16 @@ class Library:
     def dense_fp8(self, args: DenseFp8Args, stream: int) -> None:
         """Launches an FP8 128x128 product on the stream; does not wait."""
         self._check(self._handle.gptoss_trt_dense_fp8(ctypes.byref(args), stream))
+
+    def decode_one_workspace(self) -> int:
+        """Bytes of workspace that decode_one needs."""
+        size = ctypes.c_uint64()
+        self._check(self._handle.gptoss_trt_decode_one_workspace(ctypes.byref(size)))
+        return size.value
+
+    def decode_one(self, args: DecodeOneArgs, stream: int) -> None:
+        """Launches the forward pass of one token on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_decode_one(ctypes.byref(args), stream))
 
     def attention_workspace(self, args: AttentionArgs) -> int:
         """Bytes of workspace that a decode call with these sizes needs."""

@@ -161,13 +161,17 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     torch.set_num_threads(options.threads or _default_threads())
     _choose_kernels(options, device)
     loaded = load_model(engine_dir, device=device)
+    loaded.one_launch = options.one_launch
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     chosen = options.resolved(device)
     draft = load_draft(chosen, engine_dir, loaded, device)
     shapes = _cache_shapes(model, draft, chosen)
     kv_bytes = options.kv_bytes or _default_kv_bytes([shape for shape in shapes if shape is not None], device)
     compiler = LlguidanceCompiler(model.config.vocab_size)
-    core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler, draft=draft)
+    try:
+        core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler, draft=draft)
+    except ValueError as error:  # of the KV cache
+        raise EngineLoadError(f"engine options: {error}") from error
     for graphed, rows in ((model, chosen.max_batch * (1 + chosen.draft_tokens)), (draft, chosen.max_batch)):
         if isinstance(graphed, GraphedModel):
             began = time.monotonic()

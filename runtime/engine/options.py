@@ -35,6 +35,7 @@ class EngineOptions:
     device: str = ""  # cpu or cuda; empty: cuda where there is one
     prefix_cache: bool = True
     run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
+    one_launch: bool = False  # on a GPU: decode steps of one sequence as one kernel (bf16 KV, MXFP4 experts)
     deterministic: bool = False  # on a GPU: a token's bits do not depend on the batch or on how its prompt was cut
     speculation: str = "none"  # how tokens are drafted: none, ngram, draft (by a draft engine) or eagle3 (by a head)
     draft_engine: str = ""  # directory of the draft engine or of the head's checkpoint, made absolute
@@ -61,6 +62,8 @@ class EngineOptions:
             raise EngineLoadError(f"engine option max_batch is {self.max_batch}, over step_tokens, {self.step_tokens}")
         if self.device not in ("", "cpu", "cuda"):
             raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
+        if self.one_launch and self.deterministic:
+            raise EngineLoadError("engine options one_launch and deterministic exclude each other")
         if self.kv_events_replay and not self.kv_events:
             raise EngineLoadError(
                 f"engine option kv_events_replay is {self.kv_events_replay!r}, but kv_events is empty"

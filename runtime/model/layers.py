@@ -63,19 +63,19 @@ class Dense:
         self, weights: RankWeights, stem: str, *, segments: tuple[int, ...] = (), adds_bias: bool = True
     ) -> None:
         self.fp8 = weights.manifest.formats.dense == "fp8_block128"
-        self._weight = weights[f"{stem}.weight"]
-        self._scale = weights[f"{stem}.weight_scale"] if self.fp8 else None
-        self._bias = weights.tensors.get(f"{stem}.bias") if adds_bias else None
+        self.weight = weights[f"{stem}.weight"]
+        self.scale = weights[f"{stem}.weight_scale"] if self.fp8 else None
+        self.bias = weights.tensors.get(f"{stem}.bias") if adds_bias else None
         self._segments = list(segments)
-        prepare_dense(self._weight, self._scale, self._segments)
+        prepare_dense(self.weight, self.scale, self._segments)
 
     def __call__(self, x: Normed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, K] -> [T, N] in dtype bf16 or fp32."""
-        out = torch.empty((len(x.values), self._weight.shape[0]), dtype=dtype, device=x.values.device)
+        out = torch.empty((len(x.values), self.weight.shape[0]), dtype=dtype, device=x.values.device)
         if self.fp8:
-            ops.dense_fp8(x.quantised, x.scales, self._weight, self._scale, self._segments, self._bias, out)
+            ops.dense_fp8(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, out)
         else:
-            ops.dense(x.values, self._weight, self._bias, out)
+            ops.dense(x.values, self.weight, self.bias, out)
         return out
 
     def quantised(self, values: torch.Tensor) -> Normed:
@@ -93,9 +93,9 @@ class Attention:
     def __init__(self, weights: RankWeights, layer: int, group: Group) -> None:
         config, share, stem = weights.manifest.model, weights.share, f"layers.{layer}.attention"
         self.norm = Norm(weights, f"{stem}.norm", weights.manifest.formats.dense == "fp8_block128")
-        self._qkv = Dense(weights, f"{stem}.qkv", segments=qkv_segments(config, weights.manifest.mapping))
-        self._out = Dense(weights, f"{stem}.out", adds_bias=share.adds_attention_bias)
-        self._sinks = weights[f"{stem}.sinks"]
+        self.qkv = Dense(weights, f"{stem}.qkv", segments=qkv_segments(config, weights.manifest.mapping))
+        self.out = Dense(weights, f"{stem}.out", adds_bias=share.adds_attention_bias)
+        self.sinks = weights[f"{stem}.sinks"]
         self._heads = share.q_heads[1] - share.q_heads[0]
         self._head_dim = config.head_dim
         self._window = config.window(layer)
@@ -108,19 +108,19 @@ class Attention:
     ) -> torch.Tensor:
         """What this layer adds to the residual, bf16 [T, H]. Appends to kv."""
         pool = step.window if self._window else step.full
-        qkv = self._qkv(x)
+        qkv = self.qkv(x)
         shape = (step.tokens, self._heads, self._head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=qkv.device)
         ops.rope_kv_append(qkv, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
         out = torch.empty_like(q)
         where = (pool.block_table, pool.first_block)
-        how = (self._sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)
+        how = (self.sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)
         if step.single:
             ops.attention_decode(q, *kv, *where, step.context_lens, *how)
         else:
             ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)
-        attended = self._out.quantised(out.flatten(1))
-        return reduce_partial(lambda dtype: self._out(attended, dtype), self._group)
+        attended = self.out.quantised(out.flatten(1))
+        return reduce_partial(lambda dtype: self.out(attended, dtype), self._group)
 
 
 class Experts:
@@ -131,8 +131,8 @@ class Experts:
         stem = f"layers.{layer}.moe"
         names = ("blocks", "scales") if formats.experts == "mxfp4" else ("weight", "weight_scale")
         self.norm = Norm(weights, f"{stem}.norm", True)
-        self._router = (weights[f"{stem}.router.weight"], weights[f"{stem}.router.bias"])
-        prepare_dense(self._router[0])
+        self.router = (weights[f"{stem}.router.weight"], weights[f"{stem}.router.bias"])
+        prepare_dense(self.router[0])
         width = share.intermediates[1] - share.intermediates[0]
         shapes = {"gate_up": (2 * width, config.hidden_size), "down": (config.hidden_size, width)}
         self._gate_up, self._down = (
@@ -145,13 +145,26 @@ class Experts:
             )
             for part, shape in shapes.items()
         )
-        self._gate_up_bias = weights[f"{stem}.gate_up.bias"]
-        self._down_bias = weights[f"{stem}.down.bias"] if share.adds_expert_bias else None
+        self.gate_up_bias = weights[f"{stem}.gate_up.bias"]
+        self.down_bias = weights[f"{stem}.down.bias"] if share.adds_expert_bias else None
         self._top_k = config.experts_per_token
         self._local = (share.experts[0], share.experts[1] - share.experts[0])
         self._activation = (config.swiglu_limit, config.swiglu_alpha)
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
+
+    @property
+    def layout(self) -> str:
+        """In which both products' weights lie."""
+        return self._gate_up[2] if self._gate_up[2] == self._down[2] else "mixed"
+
+    @property
+    def gate_up_weight(self) -> torch.Tensor:
+        return self._gate_up[0]
+
+    @property
+    def down_weight(self) -> torch.Tensor:
+        return self._down[0]
 
     def __call__(
         self, residual: torch.Tensor, delta: torch.Tensor, step: Step, following: Norm | None
@@ -186,20 +199,20 @@ class Experts:
         slots = torch.empty(tokens * self._top_k, dtype=torch.int32, device=device)
         x = torch.empty((tokens, hidden), dtype=E4M3, device=device)
         x_scale = torch.empty((-(-hidden // 128), tokens), dtype=torch.float32, device=device)
-        router = (self.norm.weight, self.norm.eps, *self._router, step.token_count, *self._local)
+        router = (self.norm.weight, self.norm.eps, *self.router, step.token_count, *self._local)
         ops.rmsnorm_route(residual, delta, *router, updated, x, x_scale, ids, weights, offsets, active, slots)
         where = (offsets, active, slots)
-        intermediate = self._gate_up_bias.shape[1] // 2
+        intermediate = self.gate_up_bias.shape[1] // 2
         h = torch.empty((len(slots), intermediate), dtype=E4M3, device=device)
         h_scale = None
         if self._h_group:
             h_scale = torch.empty((-(-intermediate // self._h_group), len(slots)), dtype=torch.float32, device=device)
         weight, scale, layout = self._gate_up
         how = (self._top_k, *self._activation, layout, self._h_group)
-        ops.moe_gate_up(x, x_scale, weight, scale, self._gate_up_bias, *where, *how, h, h_scale)
+        ops.moe_gate_up(x, x_scale, weight, scale, self.gate_up_bias, *where, *how, h, h_scale)
         rows = torch.empty((tokens, self._top_k, hidden), dtype=partial_dtype(self._group), device=device)
         weight, scale, layout = self._down
-        ops.moe_down(h, h_scale, weight, scale, self._down_bias, weights, *where, layout, self._h_group, rows)
+        ops.moe_down(h, h_scale, weight, scale, self.down_bias, weights, *where, layout, self._h_group, rows)
         return ids, rows
 
     def _combine(self, rows: torch.Tensor, ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

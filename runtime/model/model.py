@@ -18,6 +18,7 @@ from gptoss_trt.runtime.model.collectives import Groups
 from gptoss_trt.runtime.model.kv import KvCache, block_bytes
 from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights
+from gptoss_trt.runtime.model.one_token import OneToken, layer_tensors, unsuited_model, whole
 from gptoss_trt.runtime.model.step import Step
 from gptoss_trt.runtime.model.taps import FeatureTap
 
@@ -28,6 +29,7 @@ class GptOssModel:
     def __init__(self, weights: RankWeights, device: torch.device, groups: Groups | None = None) -> None:
         self.config: ModelConfig = weights.manifest.model
         self.device = device
+        self._manifest = weights.manifest
         self._formats = weights.manifest.formats
         self._groups = groups or Groups()
         self._vocab = weights.share.vocab
@@ -40,6 +42,8 @@ class GptOssModel:
         self._lm_head = Dense(weights, "lm_head")
         self._cos_sin = rope_table(_rope(self.config), self.config.max_context, device)
         self._kv: KvCache | None = None
+        self.one_launch = False  # whether allocate_kv makes one_token ready
+        self.one_token: OneToken | None = None  # serves decode steps of one sequence; may be taken away
         self.tap: FeatureTap | None = None  # takes hidden states, set before any graph is captured
 
     @property
@@ -53,8 +57,9 @@ class GptOssModel:
         return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
 
     def allocate_kv(self, full_blocks: int, window_blocks: int, block_tokens: int) -> None:
-        """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64 or negative counts."""
-        self._kv = None  # frees the old pools first
+        """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64, negative counts, or a
+        model that `one_launch` cannot serve here."""
+        self._kv = self.one_token = None  # frees the old pools first
         self._kv = KvCache(
             self.config,
             self._formats,
@@ -64,6 +69,16 @@ class GptOssModel:
             window_blocks=window_blocks,
             block_tokens=block_tokens,
         )
+        if self.one_launch:
+            reason = unsuited_model(self._manifest, self.device, block_tokens, self._groups.experts.size)
+            if reason is not None:
+                raise ValueError(f"one_launch: {reason}")
+            self.one_token = self._one_token(self._kv)
+
+    def _one_token(self, kv: KvCache) -> OneToken:
+        parts = enumerate(zip(self._attention, self._experts, strict=True))
+        layers = [layer_tensors(*pair, kv.layer(n), self.config.window(n)) for n, pair in parts]
+        return OneToken(layers, whole(self.config, self._embedding, self._final_norm, self._lm_head, self._cos_sin))
 
     def kv(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """k and v of a layer's part of the cache. Raises RuntimeError before allocate_kv."""
@@ -81,6 +96,8 @@ class GptOssModel:
         if self._kv is None:
             raise RuntimeError("allocate_kv comes before the first forward")
         self._check(batch)
+        if self.one_token is not None and self.tap is None and _is_one_token(batch):
+            return self.one_token(batch)
         step = Step.of(batch, self._kv.block_tokens)
         residual = torch.empty((step.tokens, self.config.hidden_size), dtype=torch.bfloat16, device=self.device)
         ops.embedding(batch.token_ids, self._embedding, self._vocab[0], residual)
@@ -107,6 +124,10 @@ class GptOssModel:
         low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(f"token ids {low} to {high} are outside the vocabulary of {self.config.vocab_size}")
+
+
+def _is_one_token(batch: StepBatch) -> bool:
+    return len(batch.token_ids) == len(batch.context_lens) == len(batch.logits_rows) == 1
 
 
 def load_model(engine_dir: Path, *, rank: int = 0, device: str = "cpu", groups: Groups | None = None) -> GptOssModel:

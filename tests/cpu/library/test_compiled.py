@@ -297,7 +297,7 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
         ({"first_segment": 4, "second_segment": 8}, "first_segment is 4, no multiple of 8"),
         ({"second_segment": 2888}, "second_segment is 2888, outside 0 to 2880"),
         ({"tile_tokens": 32}, "tile_tokens is 32, no multiple of 64"),
-        ({"tile_tokens": 192}, "tile_tokens is 192, not 64, 128 or 256"),
+        ({"tile_tokens": 256, "share": 1, "parts": 2}, "parts is 2 with tile_tokens 256 above 128"),
         ({"share": 3}, "share is 3, outside 0 to 2"),
         ({"share": 1, "parts": 9}, "parts is 9, outside 0 to 8"),
         ({"share": 1, "parts": 4, "k": 384}, "parts is 4, outside 0 to 3"),

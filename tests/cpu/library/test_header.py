@@ -11,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from gptoss_trt.ops import library
-from gptoss_trt.ops.library import AttentionArgs, DenseFewArgs, DenseFp8Args, Library, LibraryError, MoeGemmArgs
+from gptoss_trt.ops.library import (
+    AttentionArgs,
+    DecodeOneArgs,
+    DecodeOneLayer,
+    DenseFewArgs,
+    DenseFp8Args,
+    Library,
+    LibraryError,
+    MoeGemmArgs,
+)
 
 ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
@@ -25,14 +34,16 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or "cc"
         (AttentionArgs, "gptoss_trt_attention_args"),
         (DenseFewArgs, "gptoss_trt_dense_few_args"),
         (DenseFp8Args, "gptoss_trt_dense_fp8_args"),
+        (DecodeOneArgs, "gptoss_trt_decode_one_args"),
+        (DecodeOneLayer, "gptoss_trt_decode_one_layer"),
     ],
 )
 def test_struct_layout_equals_the_compilers(
-    struct: type[MoeGemmArgs] | type[AttentionArgs] | type[DenseFewArgs] | type[DenseFp8Args],
+    struct: type[ctypes.Structure],
     name_in_c: str,
     tmp_path: Path,
 ) -> None:
-    fields = [name for name, _ in struct._fields_]
+    fields = [field[0] for field in struct._fields_]
     lines = [f'printf("{name} %zu\\n", offsetof({name_in_c}, {name}));' for name in fields]
     source = tmp_path / "layout.c"
     source.write_text(

@@ -1,0 +1,118 @@
+// How blocks of threads hand vectors to each other within one launch: packets of four bytes and the
+// number of the layer that they belong to, written and read as one 64-bit word. A reader asks until
+// the number is right, so there is no barrier, no fence and no second trip for the data.
+//
+// Invariant: a packet is overwritten only by a block that has seen work of the layer after from
+// every block, or of the same layer behind its last reader. All blocks have rows of qkv and of
+// `down`, so whoever writes a mailbox of layer l + 1 knows that all have read those of layer l.
+#ifndef GPTOSS_TRT_DECODE_ONE_EXCHANGE_CUH_
+#define GPTOSS_TRT_DECODE_ONE_EXCHANGE_CUH_
+
+#include <cstdint>
+
+#include "decode_one/params.h"
+
+namespace gptoss::one {
+
+// Addresses are found anew where they are used: found once for all layers, there would be more of
+// them than registers.
+__device__ __forceinline__ uint64_t* mailbox_of(const Params& p, int first_packet) {
+  uint64_t* packets = p.mailbox;
+  asm volatile("" : "+l"(packets));
+  return packets + first_packet;
+}
+
+constexpr int kPatience =
+    1 << 22;  // turns of some 700 ns: a lost block ends the launch with a trap
+
+__device__ __forceinline__ void send(uint64_t* packet, uint32_t value, uint32_t flag) {
+  const uint64_t word = static_cast<uint64_t>(flag) << 32 | value;
+  asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(packet), "l"(word) : "memory");
+}
+
+// Where a reader's packets lie: `kCount` runs of two, or of one, `stride` packets apart.
+__device__ __forceinline__ ulonglong2 peek_pair(const uint64_t* packets) {
+  ulonglong2 pair;
+  asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];"
+               : "=l"(pair.x), "=l"(pair.y)
+               : "l"(packets)
+               : "memory");
+  return pair;
+}
+__device__ __forceinline__ uint64_t peek(const uint64_t* packet) {
+  uint64_t word;
+  asm volatile("ld.relaxed.gpu.global.b64 %0, [%1];" : "=l"(word) : "l"(packet) : "memory");
+  return word;
+}
+
+__device__ __forceinline__ void send_pair(uint64_t* packets, uint32_t first, uint32_t second,
+                                          uint32_t flag) {
+  const uint64_t high = static_cast<uint64_t>(flag) << 32;
+  asm volatile("st.relaxed.gpu.global.v2.b64 [%0], {%1, %2};" ::"l"(packets), "l"(high | first),
+               "l"(high | second)
+               : "memory");
+}
+
+__device__ __forceinline__ uint32_t flag_of(uint64_t word) {
+  return static_cast<uint32_t>(word >> 32);
+}
+
+// Ends the launch when a block is lost.
+class Patience {
+ public:
+  __device__ __forceinline__ void turn() {
+    if (++turns_ > kPatience) __trap();
+  }
+
+ private:
+  int turns_ = 0;
+};
+
+// The values of kCount packets, `stride` apart, once all of them are of `flag`'s layer.
+template <int kCount>
+__device__ __forceinline__ void receive(const uint64_t* packets, int stride, uint32_t flag,
+                                        uint32_t (&values)[kCount]) {
+  Patience patience;
+  while (true) {
+    uint64_t words[kCount];
+    bool here = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) words[i] = peek(packets + i * stride);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      here = here && flag_of(words[i]) == flag;
+      values[i] = static_cast<uint32_t>(words[i]);
+    }
+    if (here) return;
+    patience.turn();
+  }
+}
+
+__device__ __forceinline__ uint32_t receive_one(const uint64_t* packet, uint32_t flag) {
+  uint32_t value[1];
+  receive<1>(packet, 0, flag, value);
+  return value[0];
+}
+
+// The values of kCount pairs of neighbouring packets; `place` (i) is where the i-th pair lies.
+template <int kCount, class Place>
+__device__ __forceinline__ void receive_pairs(Place place, uint32_t flag, uint2 (&values)[kCount]) {
+  Patience patience;
+  while (true) {
+    ulonglong2 words[kCount];
+    bool here = true;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) words[i] = peek_pair(place(i));
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      here = here && flag_of(words[i].x) == flag && flag_of(words[i].y) == flag;
+      values[i] = make_uint2(static_cast<uint32_t>(words[i].x), static_cast<uint32_t>(words[i].y));
+    }
+    if (here) return;
+    patience.turn();
+  }
+}
+
+}  // namespace gptoss::one
+
+#endif  // GPTOSS_TRT_DECODE_ONE_EXCHANGE_CUH_
