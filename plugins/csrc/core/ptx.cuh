@@ -71,6 +71,20 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
       : "memory");
 }
 
+// bulk_copy of what is read once: other lines stay in the second-level cache rather than these.
+__device__ __forceinline__ void bulk_copy_once(uint32_t target, const void* source, uint32_t bytes,
+                                               uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1], %2, [%3], policy;\n"
+      "}\n" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 // Four bytes from device to shared memory without waiting; zeros when not `present`.
 __device__ __forceinline__ void copy_word_async(uint32_t target, const void* source, bool present) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
@@ -158,6 +172,10 @@ __device__ __forceinline__ uint32_t keep_in_register(uint32_t value) {
   return value;
 }
 
+__device__ __forceinline__ void keep_in_registers(uint4& value) {
+  asm volatile("" : "+r"(value.x), "+r"(value.y), "+r"(value.z), "+r"(value.w)::"memory");
+}
+
 // Registers of each thread from here on; executed by all warps of a warpgroup. `release` gives
 // registers back to the block, `claim` waits until it can have as many.
 template <int kRegisters>
@@ -224,12 +242,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t address, uint32_t 
 
 // A-fragments are in their registers from here on: keeps the compiler from sinking their making
 // below wgmma_fence, where it would have to serialise the instructions.
+__device__ __forceinline__ void wgmma_operand_ready(uint32_t (&a)[4]) {
+  asm volatile("" : "+r"(a[0]), "+r"(a[1]), "+r"(a[2]), "+r"(a[3])::"memory");
+}
 template <int kInstructions>
 __device__ __forceinline__ void wgmma_operands_ready(uint32_t (&a)[kInstructions][4]) {
 #pragma unroll
-  for (int i = 0; i < kInstructions; ++i) {
-    asm volatile("" : "+r"(a[i][0]), "+r"(a[i][1]), "+r"(a[i][2]), "+r"(a[i][3])::"memory");
-  }
+  for (int i = 0; i < kInstructions; ++i) wgmma_operand_ready(a[i]);
 }
 
 // The accumulators' values are there: keeps the compiler from reading them ahead of wgmma_wait_all.
@@ -275,6 +294,23 @@ __device__ __forceinline__ void wgmma_e4m3<16>(float (&d)[8], const uint32_t (&a
       "}\n"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
         "+f"(d[7])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+}
+
+template <>
+__device__ __forceinline__ void wgmma_e4m3<24>(float (&d)[12], const uint32_t (&a)[4], uint64_t b,
+                                               int accumulate) {
+  asm volatile(
+      "{\n"
+      ".reg .pred accumulate;\n"
+      "setp.ne.b32 accumulate, %17, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n24k32.f32.e4m3.e4m3 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, "
+      "%8, %9, %10, %11"
+      "}, {%12, %13, %14, %15}, %16, accumulate, 1, 1;\n"
+      "}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
+        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
 }
 

@@ -54,14 +54,14 @@ SharedLayout make_shared(const gptoss_trt_moe_gemm_args& args, int token_block) 
     end += align_shared(bytes);
     return at;
   };
-  shared.barriers = take((2 * kConsumers * kMaxStages + 4) * kBarrierBytes);
-  shared.offsets = take(2 * (args.experts + 1) * static_cast<int>(sizeof(int32_t)));
+  shared.barriers = take((2 * kConsumers * kMaxStages + 2) * kBarrierBytes);
+  shared.offsets = take((3 * (args.experts + 1) + kShareWords) * static_cast<int>(sizeof(int32_t)));
   shared.row_info = take(2 * kMaxTokenBlock * static_cast<int>(sizeof(int32_t)));
   shared.bias = take(args.n * static_cast<int>(sizeof(uint16_t)));
   shared.tokens = take(records(args.k) * kRecordColumns * token_block);
   shared.scales = take(scale_rows * token_block * static_cast<int>(sizeof(float)));
   shared.partials =
-      take(2 * (kConsumers - 1) * kStripRows * token_block * static_cast<int>(sizeof(float)));
+      take((kConsumers - 1) * kStripRows * token_block * static_cast<int>(sizeof(float)));
   shared.stage_bytes = align_shared(record_bytes(storage, 2));
   shared.rings = end;
   shared.stages =

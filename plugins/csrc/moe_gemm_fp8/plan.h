@@ -17,7 +17,12 @@ constexpr int kConsumers = 4;
 constexpr int kConsumerThreads = kConsumers * 128;
 constexpr int kThreads = kConsumerThreads + kConsumers * 32;
 constexpr int kMaxTokenBlock = 32;
-constexpr int kMaxStages = 8;  // of one ring
+constexpr int kColumnStep = 8;  // an instruction serves 8, 16, 24 or 32 tokens
+constexpr int kWidths = kMaxTokenBlock / kColumnStep;
+// Of one ring. More were slower from 8 tokens on (measured, 8 against 3: 82 us for 77 at 64
+// tokens).
+constexpr int kMaxStages = 3;
+constexpr int kShareWords = 4;  // of a block's Share (schedule.cuh)
 constexpr int kMinStages = 2;
 constexpr int kMaxSplit = 8;
 // sm_90: what one block may take, less what the kernels declare statically.
@@ -28,13 +33,13 @@ constexpr int kFewTokensSplit = 1;
 
 // Byte offsets into the block's dynamic shared memory.
 struct SharedLayout {
-  int barriers;  // full and empty [kConsumers][kMaxStages], partial full[2], partial free[2]
-  int offsets;   // [E + 1] rows before an expert, then [E + 1] token blocks before it
+  int barriers;  // full and empty [kConsumers][kMaxStages], partial full, partial free
+  int offsets;   // [E + 1] rows, token blocks and their costs before an expert; then Share
   int row_info;  // per token of the block: output slot, routing weight
   int bias;      // bf16 [n] of the block's expert
   int tokens;    // e4m3 core matrices [K / 16][token block / 8][8][16]
   int scales;    // f32 [scale groups][token block]
-  int partials;  // 2 x (kConsumers - 1) fragments of f32 [64 x token block]
+  int partials;  // kConsumers - 1 fragments of f32 [64 x token block]
   int rings;     // [kConsumers][stages] of one record
   int stage_bytes;
   int stages;  // of one ring

@@ -59,6 +59,15 @@ struct WeightReader<Storage::kMxfp4> {
   struct Raw {
     uint4 words[2];
     uint32_t shifts[2];
+
+    // Its loads have come from here on: the record's memory may be given back.
+    __device__ __forceinline__ void settle() {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        keep_in_registers(words[i]);
+        shifts[i] = keep_in_register(shifts[i]);
+      }
+    }
   };
 
   // `thread` is the caller's place in its warpgroup.
@@ -85,15 +94,19 @@ struct WeightReader<Storage::kMxfp4> {
   template <class Table>
   static __device__ __forceinline__ void expand(const Raw& raw, const Table& table, Fragments& a) {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint2 low = table.codes((raw.shifts[half] << 4) & 0xF0);
-      const uint2 high = table.codes(raw.shifts[half] & 0xF0);
-      const uint4 words = raw.words[half];
-      expand_word(words.x, low, a[2 * half][0], a[2 * half][2]);
-      expand_word(words.y, high, a[2 * half][1], a[2 * half][3]);
-      expand_word(words.z, low, a[2 * half + 1][0], a[2 * half + 1][2]);
-      expand_word(words.w, high, a[2 * half + 1][1], a[2 * half + 1][3]);
-    }
+    for (int half = 0; half < 2; ++half) expand_half(raw, table, half, a);
+  }
+
+  template <class Table>
+  static __device__ __forceinline__ void expand_half(const Raw& raw, const Table& table, int half,
+                                                     Fragments& a) {
+    const uint2 low = table.codes((raw.shifts[half] << 4) & 0xF0);
+    const uint2 high = table.codes(raw.shifts[half] & 0xF0);
+    const uint4 words = raw.words[half];
+    expand_word(words.x, low, a[2 * half][0], a[2 * half][2]);
+    expand_word(words.y, high, a[2 * half][1], a[2 * half][3]);
+    expand_word(words.z, low, a[2 * half + 1][0], a[2 * half + 1][2]);
+    expand_word(words.w, high, a[2 * half + 1][1], a[2 * half + 1][3]);
   }
 
  private:
@@ -113,6 +126,11 @@ template <>
 struct WeightReader<Storage::kFp8> {
   struct Raw {
     uint4 words[kInstructionsPerRecord];
+
+    __device__ __forceinline__ void settle() {
+#pragma unroll
+      for (int i = 0; i < kInstructionsPerRecord; ++i) keep_in_registers(words[i]);
+    }
   };
 
   __device__ __forceinline__ explicit WeightReader(int thread)
@@ -133,14 +151,21 @@ struct WeightReader<Storage::kFp8> {
   }
 
   template <class Table>
-  static __device__ __forceinline__ void expand(const Raw& raw, const Table&, Fragments& a) {
+  static __device__ __forceinline__ void expand_half(const Raw& raw, const Table&, int half,
+                                                     Fragments& a) {
 #pragma unroll
-    for (int i = 0; i < kInstructionsPerRecord; ++i) {
+    for (int i = 2 * half; i < 2 * half + kInstructionsPerHalf; ++i) {
       a[i][0] = raw.words[i].x;
       a[i][1] = raw.words[i].y;
       a[i][2] = raw.words[i].z;
       a[i][3] = raw.words[i].w;
     }
+  }
+
+  template <class Table>
+  static __device__ __forceinline__ void expand(const Raw& raw, const Table& table, Fragments& a) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) expand_half(raw, table, half, a);
   }
 
  private:

@@ -25,9 +25,9 @@ constexpr int kTokensBarrier = 1;     // named barrier of all consumers
 constexpr int kWarpgroupBarrier = 2;  // and of warpgroup w: kWarpgroupBarrier + w
 constexpr int kBarrierBytes = 8;
 
-// A launch of kThreads gets 96 registers a thread: 512 x 104 + 128 x 64 are as many.
-constexpr int kConsumerRegisters = 104;
-constexpr int kProducerRegisters = 64;
+// A launch of kThreads gets 96 registers a thread: 512 x 112 + 128 x 32 are as many.
+constexpr int kConsumerRegisters = 112;
+constexpr int kProducerRegisters = 32;
 
 // Views of the block's shared memory.
 struct Shared {
@@ -39,33 +39,28 @@ struct Shared {
   __device__ uint32_t barrier(int index) const {
     return address(at.barriers) + index * kBarrierBytes;
   }
-  __device__ uint32_t partial_full(int buffer) const { return barrier(buffer); }
-  __device__ uint32_t partial_free(int buffer) const { return barrier(2 + buffer); }
-  __device__ uint32_t full(int warpgroup) const { return barrier(4 + warpgroup * kMaxStages); }
+  __device__ uint32_t partial_full() const { return barrier(0); }
+  __device__ uint32_t partial_free() const { return barrier(1); }
+  __device__ uint32_t full(int warpgroup) const { return barrier(2 + warpgroup * kMaxStages); }
   __device__ uint32_t empty(int warpgroup) const { return full(kConsumers + warpgroup); }
   __device__ uint32_t ring(int warpgroup) const {
     return address(at.rings) + warpgroup * at.stages * at.stage_bytes;
   }
   __device__ uint16_t* bias() const { return reinterpret_cast<uint16_t*>(base + at.bias); }
-  __device__ int32_t* rows_before() const { return reinterpret_cast<int32_t*>(base + at.offsets); }
+  __device__ int32_t* tables() const { return reinterpret_cast<int32_t*>(base + at.offsets); }
   __device__ int32_t* slot() const { return reinterpret_cast<int32_t*>(base + at.row_info); }
   __device__ float* weight() const { return reinterpret_cast<float*>(slot() + kMaxTokenBlock); }
   __device__ float* scales() const { return reinterpret_cast<float*>(base + at.scales); }
 };
-
-// Columns of the instruction that serves `rows` tokens.
-__device__ __forceinline__ int instruction_tokens(int rows) {
-  return rows <= 8 ? 8 : rows <= 16 ? 16 : 32;
-}
 
 // ---- tokens ---------------------------------------------------------------------------------
 
 // All consumers bring the token block, its scales and what the epilogue needs of its rows. Every
 // load but the tokens' own is asynchronous, so that one latency covers them all.
 template <Kind kKind>
-__device__ inline void load_tokens(const Params& p, const Shared& shared, const Segment& block) {
+__device__ inline void load_tokens(const Params& p, const Shared& shared, const Segment& block,
+                                   int tokens) {
   const int thread = threadIdx.x;
-  const int tokens = instruction_tokens(block.rows);
   const auto source_row = [&](int token) {
     const int row = block.first_row + token;
     if (!is_gate_up(kKind)) return row;
@@ -99,20 +94,40 @@ __device__ inline void load_tokens(const Params& p, const Shared& shared, const 
     shared.slot()[thread] = slot;
     shared.weight()[thread] = __ldg(p.expert_weights + slot);
   }
-  const int groups_of_8 = tokens / kCoreRows;
-  const int chunk_stride = groups_of_8 * kCoreBytes;  // bytes between 16-column chunks
+  // A warp reads 64 columns of eight tokens at a time, four lanes each token: few lines for a load.
+  // It writes them word by word in the order that the weights have: word 4a + c becomes 4c + a.
+  const int lane = thread % 32;
+  const int chunk_stride = tokens / kCoreRows * kCoreBytes;  // bytes between 16-column chunks
   const int runs = p.records * (kRecordColumns / kHalfColumns);
-#pragma unroll 2  // 8 loads of 16 bytes in flight; more would cost the kernel registers
-  for (int i = thread; i < runs * tokens; i += kConsumerThreads) {
-    const int inside = i % kCoreRows;
-    const int group = i / kCoreRows % groups_of_8;
-    const int run = i / tokens;
-    const int token = group * kCoreRows + inside;
-    const uint8_t* source =
-        token < block.rows ? p.x + static_cast<int64_t>(source_row(token)) * p.k : nullptr;
-    uint8_t* target =
-        shared.base + shared.at.tokens + run * 4 * chunk_stride + group * kCoreBytes + inside * 16;
-    copy_token_run(p, source, run * kHalfColumns, target, chunk_stride);
+  const uint8_t* sources[kWidths];
+#pragma unroll
+  for (int group = 0; group < kWidths; ++group) {  // all look-ups under one latency
+    const int token = group * kCoreRows + lane / 4;
+    sources[group] = token < block.rows
+                         ? p.x + static_cast<int64_t>(source_row(token)) * p.k + lane % 4 * 16
+                         : nullptr;
+  }
+  uint8_t* target = shared.base + shared.at.tokens + lane / 4 * 16 + lane % 4 * 4;
+#pragma unroll 1
+  for (int run = thread / 32; run < runs; run += kConsumerThreads / 32) {
+    const int column = run * kHalfColumns;
+    const bool inside = column + lane % 4 * 16 < p.k;
+    uint4 in[kWidths];
+#pragma unroll
+    for (int group = 0; group < kWidths; ++group) {
+      in[group] = sources[group] != nullptr && inside
+                      ? __ldg(reinterpret_cast<const uint4*>(sources[group] + column))
+                      : make_uint4(0, 0, 0, 0);
+    }
+#pragma unroll
+    for (int group = 0; group < kWidths; ++group) {
+      if (group * kCoreRows >= tokens) break;
+      uint8_t* to = target + run * 4 * chunk_stride + group * kCoreBytes;
+      *reinterpret_cast<uint32_t*>(to) = in[group].x;
+      *reinterpret_cast<uint32_t*>(to + chunk_stride) = in[group].y;
+      *reinterpret_cast<uint32_t*>(to + 2 * chunk_stride) = in[group].z;
+      *reinterpret_cast<uint32_t*>(to + 3 * chunk_stride) = in[group].w;
+    }
   }
   copies_wait_all();
   async_proxy_fence();
@@ -187,12 +202,14 @@ class Multiplier {
         lane_(lane),
         tokens_(shared.address(shared.at.tokens), kChunkStride, kCoreBytes),
         scales_(keep_in_register(shared.address(shared.at.scales) + lane.thread % 4 * 8)),
-        reader_(lane.thread) {}
+        reader_(lane.thread),
+        table_(shared.table),
+        halved_(keep_in_register(p.tail_halves == 2 ? -1 : p.records - 1)) {}
 
   __device__ __forceinline__ void fetch(int record) {
     barrier_wait(lane_.full + lane_.ring.stage * kBarrierBytes, lane_.ring.parity);
     const uint32_t stage = lane_.stages + lane_.ring.stage * shared_.at.stage_bytes;
-    raw_ = reader_.fetch(stage, shared_.table, record + 1 < p_.records || p_.tail_halves == 2);
+    raw_ = reader_.fetch(stage, table_, record != static_cast<int>(halved_));
     weight_scale_ = load_shared_f32(stage);
   }
 
@@ -200,32 +217,35 @@ class Multiplier {
   __device__ __forceinline__ void multiply(int record, int next, float (&sum)[kTokens / 2]) {
     Fragments a;
     const float weight_scale = weight_scale_;
-    WeightReader<kStorage>::expand(raw_, shared_.table, a);
-    wgmma_operands_ready(a);
+    const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
+    raw_.settle();
     __syncwarp();
     if (lane_.thread % 32 == 0) barrier_arrive(lane_.empty + lane_.ring.stage * kBarrierBytes);
     lane_.ring.step(shared_.at.stages);
-    const uint32_t b = record * (kInstructionsPerRecord * kInstructionStep);
-    // Instructions that share an activation scale make one sum of products.
-    constexpr int kTogether = kScale64 ? kInstructionsPerHalf : kInstructionsPerRecord;
+    float acc[kTokens / 2];
 #pragma unroll
-    for (int first = 0; first < kInstructionsPerRecord; first += kTogether) {
-      float acc[kTokens / 2];
+    for (int half = 0; half < 2; ++half) {
+      WeightReader<kStorage>::expand_half(raw_, table_, half, a);
+#pragma unroll
+      for (int i = 0; i < kInstructionsPerHalf; ++i) {
+        wgmma_operand_ready(a[kInstructionsPerHalf * half + i]);
+      }
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) {
-        wgmma_e4m3<kTokens>(acc, a[first + i], tokens_.moved(b + (first + i) * kInstructionStep),
-                            i);
+      for (int i = 2 * half; i < 2 * half + kInstructionsPerHalf; ++i) {
+        // Halves that have scales of their own begin sums of their own.
+        wgmma_e4m3<kTokens>(acc, a[i], tokens_.moved(b + i * kInstructionStep),
+                            kScale64 ? i - 2 * half : i);
       }
       wgmma_commit();
-      const int group = record * (kInstructionsPerRecord / kTogether) + first / kTogether;
+      if (!kScale64 && half == 0) continue;
+      const int group = kScale64 ? 2 * record + half : record;
       const uint32_t row = scales_ + group * kTokens * 4;
       float2 scales[kTokens / 8];
-      if constexpr (kEarlyScales) load_scales<kTokens>(weight_scale, row, scales);
-      if (kEarlyFetch && first == 0 && next >= 0) fetch(next);
+      load_scales<kTokens>(weight_scale, row, scales);
+      if (kEarlyFetch && half == 1 && next >= 0) fetch(next);
       wgmma_wait_all();
       wgmma_settle(acc);
-      if constexpr (!kEarlyScales) load_scales<kTokens>(weight_scale, row, scales);
       promote<kTokens>(acc, scales, sum);
     }
     // The instructions read their operands until the wait: no fetch may take these registers.
@@ -234,10 +254,8 @@ class Multiplier {
   }
 
  private:
-  // What a thread can hold while the instructions run: not FP8 fragments twice, nor the scales of
-  // 32 columns.
+  // FP8 fragments are too many to hold twice while the instructions run.
   static constexpr bool kEarlyFetch = kStorage == Storage::kMxfp4;
-  static constexpr bool kEarlyScales = kTokens < 32;
   static constexpr int kChunkStride = kTokens / kCoreRows * kCoreBytes;
   static constexpr int kInstructionStep = 2 * kChunkStride / 16;  // in descriptor units
 
@@ -247,6 +265,8 @@ class Multiplier {
   WgmmaDescriptor tokens_;
   uint32_t scales_;
   WeightReader<kStorage> reader_;
+  KeptTable table_;
+  uint32_t halved_;  // the record with one half, if there is one
   typename WeightReader<kStorage>::Raw raw_;
   float weight_scale_;
 };
@@ -259,23 +279,21 @@ class Multiplier {
 template <int kTokens>
 __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int warpgroup,
                                         int thread, float (&sum)[kTokens / 2]) {
-  const int buffer = ordinal & 1;
-  const uint32_t parity = (ordinal >> 1) & 1;
+  const uint32_t parity = ordinal & 1;
   constexpr int kFragmentBytes = kStripRows * kTokens * 4;
   constexpr int kColumnBytes = 128 * 16;  // a float4 of every thread
-  uint8_t* partials =
-      shared.base + shared.at.partials + buffer * (kConsumers - 1) * kFragmentBytes + thread * 16;
+  uint8_t* partials = shared.base + shared.at.partials + thread * 16;
   if (warpgroup != kConsumers - 1) {
-    barrier_wait(shared.partial_free(buffer), parity ^ 1);
+    barrier_wait(shared.partial_free(), parity ^ 1);
 #pragma unroll
     for (int j = 0; j < kTokens / 8; ++j) {
       *reinterpret_cast<float4*>(partials + warpgroup * kFragmentBytes + j * kColumnBytes) =
           make_float4(sum[4 * j], sum[4 * j + 1], sum[4 * j + 2], sum[4 * j + 3]);
     }
-    barrier_arrive(shared.partial_full(buffer));
+    barrier_arrive(shared.partial_full());
     return false;
   }
-  barrier_wait(shared.partial_full(buffer), parity);
+  barrier_wait(shared.partial_full(), parity);
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
     float4 total = *reinterpret_cast<const float4*>(partials + j * kColumnBytes);
@@ -293,7 +311,7 @@ __device__ __forceinline__ bool collect(const Shared& shared, int ordinal, int w
     sum[4 * j + 2] += total.z;
     sum[4 * j + 3] += total.w;
   }
-  barrier_arrive(shared.partial_free(buffer));
+  barrier_arrive(shared.partial_free());
   return true;
 }
 
@@ -352,19 +370,25 @@ __device__ inline void finish_gate_up(const Params& p, const Segment& block, con
                                       int thread, const float (&sum)[kTokens / 2]) {
   const int channels = p.n / 2;
   const int channel = item.strip * (kStripRows / 2) + thread / 32 * 8 + thread % 32 / 4;
+  // All values ahead of the first store: one at a time would take each one's whole latency.
+  float h[kTokens / 4];
 #pragma unroll
-  for (int j = 0; j < kTokens / 8; ++j) {
+  for (int i = 0; i < kTokens / 4; ++i) {
+    const int low = i / 2 * 4 + i % 2;
+    h[i] = swiglu(sum[low], sum[low + 2], p.limit, p.alpha);
+  }
+  wgmma_settle(h);
+  const int first = thread % 4 * 2;
+  const int64_t at = static_cast<int64_t>(block.first_row + first) * channels + channel;
+  const int present = channel < channels ? block.rows - first : 0;
 #pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int token = 8 * j + thread % 4 * 2 + c;
-      if (token >= block.rows || channel >= channels) continue;
-      const float h = swiglu(sum[4 * j + c], sum[4 * j + 2 + c], p.limit, p.alpha);
-      const int64_t at = static_cast<int64_t>(block.first_row + token) * channels + channel;
-      if constexpr (!kGroups) {
-        static_cast<uint8_t*>(p.out)[at] = quantise_static(h);
-      } else {
-        p.h_values[at] = h;
-      }
+  for (int i = 0; i < kTokens / 4; ++i) {
+    const int token = i / 2 * 8 + i % 2;
+    if (token >= present) continue;
+    if constexpr (!kGroups) {
+      static_cast<uint8_t*>(p.out)[at + token * channels] = quantise_static(h[i]);
+    } else {
+      p.h_values[at + token * channels] = h[i];
     }
   }
 }
@@ -373,14 +397,22 @@ template <int kTokens>
 __device__ inline void finish_down(const Params& p, const Shared& shared, const Segment& block,
                                    const Item& item, int thread, const float (&sum)[kTokens / 2]) {
   const int channel = item.strip * kStripRows + thread / 32 * 16 + thread % 32 / 4 * 2;
+  const int first = thread % 4 * 2;
+  int2 slots[kTokens / 8];
+  float2 weights[kTokens / 8];
+#pragma unroll
+  for (int j = 0; j < kTokens / 8; ++j) {  // all ahead of the first store
+    slots[j] = *reinterpret_cast<const int2*>(shared.slot() + 8 * j + first);
+    weights[j] = *reinterpret_cast<const float2*>(shared.weight() + 8 * j + first);
+  }
+  const int present = channel < p.n ? block.rows - first : 0;
 #pragma unroll
   for (int j = 0; j < kTokens / 8; ++j) {
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      const int token = 8 * j + thread % 4 * 2 + c;
-      if (token >= block.rows || channel >= p.n) continue;
-      store_pair(p, shared.slot()[token], channel, shared.weight()[token], sum[4 * j + c],
-                 sum[4 * j + 2 + c]);
+    if (8 * j < present) {
+      store_pair(p, slots[j].x, channel, weights[j].x, sum[4 * j], sum[4 * j + 2]);
+    }
+    if (8 * j + 1 < present) {
+      store_pair(p, slots[j].y, channel, weights[j].y, sum[4 * j + 1], sum[4 * j + 3]);
     }
   }
 }
@@ -431,14 +463,13 @@ __device__ inline void produce(const Params& p, const Shared& shared, int warpgr
   const uint32_t full = shared.full(warpgroup), empty = shared.empty(warpgroup);
   const uint32_t stages = shared.ring(warpgroup);
   RingPosition ring;
-  int32_t* rows_before = shared.rows_before();
-  for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
-       cursor.advance()) {
+  for (Cursor cursor(p, Tables(shared.tables(), p.experts)); !cursor.done(); cursor.advance()) {
     const Segment block = cursor.segment();
     const uint8_t* weights = p.weights + block.expert * p.expert_bytes;
     for (int index = block.begin; index < block.end; ++index) {
       const Item item = make_item(p, index);
       const uint8_t* strip = weights + item.strip * p.strip_bytes;
+#pragma unroll 1  // few registers: the consumers have the others
       for (int record = first_record(item, warpgroup); record < item.record_end;
            record += kConsumers) {
         const int halves = record + 1 < p.records ? 2 : p.tail_halves;
@@ -446,8 +477,9 @@ __device__ inline void produce(const Params& p, const Shared& shared, int warpgr
         const uint32_t filled = full + ring.stage * kBarrierBytes;
         barrier_wait(empty + ring.stage * kBarrierBytes, ring.parity ^ 1);
         barrier_expect_bytes(filled, bytes);
-        bulk_copy(stages + ring.stage * shared.at.stage_bytes,
-                  strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes, filled);
+        bulk_copy_once(stages + ring.stage * shared.at.stage_bytes,
+                       strip + static_cast<int64_t>(record) * record_bytes(kStorage, 2), bytes,
+                       filled);
         ring.step(shared.at.stages);
       }
     }
@@ -462,17 +494,20 @@ __device__ inline void consume(const Params& p, const Shared& shared) {
   lane.full = keep_in_register(shared.full(lane.warpgroup));
   lane.empty = keep_in_register(shared.empty(lane.warpgroup));
   lane.stages = keep_in_register(shared.ring(lane.warpgroup));
-  int32_t* rows_before = shared.rows_before();
   int ordinal = 0;
-  for (Cursor cursor(p, rows_before, rows_before + p.experts + 1); !cursor.done();
-       cursor.advance()) {
+  for (Cursor cursor(p, Tables(shared.tables(), p.experts)); !cursor.done(); cursor.advance()) {
     const Segment block = cursor.segment();
-    load_tokens<kKind>(p, shared, block);
-    const int tokens = instruction_tokens(block.rows);
+    // FP8 fragments leave no registers for 24 columns.
+    const bool wide = kStorage == Storage::kFp8 && block.rows > 16;
+    const int tokens = wide ? kMaxTokenBlock : instruction_tokens(block.rows);
+    load_tokens<kKind>(p, shared, block, tokens);
     if (tokens == 8) {
       consume_block<kStorage, kKind, 8>(p, shared, block, lane, ordinal);
     } else if (tokens == 16) {
       consume_block<kStorage, kKind, 16>(p, shared, block, lane, ordinal);
+    } else if (kStorage == Storage::kMxfp4 && tokens == 24) {
+      constexpr int kColumns = kStorage == Storage::kMxfp4 ? 24 : kMaxTokenBlock;
+      consume_block<kStorage, kKind, kColumns>(p, shared, block, lane, ordinal);
     } else {
       consume_block<kStorage, kKind, 32>(p, shared, block, lane, ordinal);
     }
@@ -489,10 +524,9 @@ __global__ void __launch_bounds__(kThreads, 1)
     barrier_init(shared.full(0) + threadIdx.x * kBarrierBytes, 1);
     // The warps of the warpgroup that reads the stage.
     barrier_init(shared.empty(0) + threadIdx.x * kBarrierBytes, 4);
-  } else if (threadIdx.x < kConsumers * kMaxStages + 2) {
-    const int buffer = threadIdx.x - kConsumers * kMaxStages;
-    barrier_init(shared.partial_full(buffer), (kConsumers - 1) * 128);
-    barrier_init(shared.partial_free(buffer), 128);
+  } else if (threadIdx.x == kConsumers * kMaxStages) {
+    barrier_init(shared.partial_full(), (kConsumers - 1) * 128);
+    barrier_init(shared.partial_free(), 128);
   } else if (threadIdx.x >= 64 && threadIdx.x < 64 + kTableRows) {
     const int row = threadIdx.x - 64;
     table.rows[row].codes = make_uint2(kCodeTable.words[row][0], kCodeTable.words[row][1]);
@@ -500,7 +534,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   barrier_init_fence();
   if (!p.routing_ready) dependency_wait();
-  count_token_blocks(p, shared.rows_before(), shared.rows_before() + p.experts + 1);
+  make_tables(p, Tables(shared.tables(), p.experts));
   if (threadIdx.x >= kConsumerThreads) {
     registers_release<kProducerRegisters>();
     const int warp = threadIdx.x / 32 - kConsumerThreads / 32;
