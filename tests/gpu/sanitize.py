@@ -37,8 +37,8 @@ OPS = torch.ops.gptoss_trt
 E4M3 = torch.float8_e4m3fn
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND = 99  # exit status of a tool that found something
-# What a tool cannot judge: racecheck does not know bar.arrive, by which the warps that make h give it to those that
-# quantise it; it reports each of these hand-overs, and nothing else there.
+# What a tool cannot judge, as far as its reports tell: racecheck sees races where warps hand h over by bar.arrive and
+# where an item is handed over by an mbarrier that counts bytes too, both of which order accesses.
 BLIND = {("racecheck", "experts_prefill")}
 
 
