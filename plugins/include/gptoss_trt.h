@@ -257,22 +257,22 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few
 /* ---- dense_fp8: FP8 128x128 products of any number of tokens, on tensor cores ---------------- */
 
 typedef struct gptoss_trt_dense_fp8_args {
-  uint32_t size;             /* sizeof(gptoss_trt_dense_fp8_args) */
-  uint32_t flags;            /* GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH or 0 */
-  int32_t out_dtype;         /* gptoss_trt_dtype */
-  int32_t tokens;            /* at least 0 */
-  int32_t n;                 /* rows of weight, a multiple of 8 */
-  int32_t k;                 /* a multiple of 16 */
-  int32_t first_segment;     /* rows of the first two segments, multiples of 8; each begins a */
-  int32_t second_segment;    /* new row of scales. n, 0 where there is one */
-  int32_t tile_tokens;       /* 64, 128 or 256 of a block; 0 = chosen from the shape, as are share */
-  int32_t share;             /* and parts. Blocks that copy tokens together: 1 or 2 */
-  int32_t parts;             /* of K that different blocks sum, at most 8 and ceil(k / 128); with
-                                share 1. Results are equal bit for bit for equal parts only. */
-  int32_t resident;          /* blocks that a multiprocessor holds: 1, or 2 with tile_tokens 64 */
-  const void* x;             /* e4m3 [tokens, k], 16-byte aligned, as are weight and out */
-  const float* x_scale;      /* [ceil(k / 128), tokens] */
-  const void* weight;        /* e4m3 [n, k] */
+  uint32_t size;          /* sizeof(gptoss_trt_dense_fp8_args) */
+  uint32_t flags;         /* GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH or 0 */
+  int32_t out_dtype;      /* gptoss_trt_dtype */
+  int32_t tokens;         /* at least 0 */
+  int32_t n;              /* rows of weight, a multiple of 8 */
+  int32_t k;              /* a multiple of 16 */
+  int32_t first_segment;  /* rows of the first two segments, multiples of 8; each begins a */
+  int32_t second_segment; /* new row of scales. n, 0 where there is one */
+  int32_t tile_tokens;    /* 64, 128 or 256 of a block; 0 = chosen from the shape, as are share */
+  int32_t share;          /* and parts. Blocks that copy tokens together: 1 or 2 */
+  int32_t parts;          /* of K that different blocks sum, at most 8 and ceil(k / 128); with
+                             share 1. Results are equal bit for bit for equal parts only. */
+  int32_t resident;       /* blocks that a multiprocessor holds: 1, or 2 with tile_tokens 64 */
+  const void* x;          /* e4m3 [tokens, k], 16-byte aligned, as are weight and out */
+  const float* x_scale;   /* [ceil(k / 128), tokens] */
+  const void* weight;     /* e4m3 [n, k] */
   const float* weight_scale; /* [rows of scales, ceil(k / 128)] */
   const void* bias;          /* bf16 [n], 8-byte aligned, or null for none */
   void* out;                 /* [tokens, n] = x W^T + bias, fp32 sums rounded once. A token's bits
@@ -290,39 +290,39 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8
 /* One layer of gpt-oss on the device, whole (no tensor parallelism). bf16 unless said otherwise;
  * everything 16-byte aligned. */
 typedef struct gptoss_trt_decode_one_layer {
-  const void* attention_norm;  /* [2880] */
-  const void* qkv_weight;      /* [5120, 2880], bf16 or e4m3 */
-  const float* qkv_scale;      /* FP8: [40, 23] */
-  const void* qkv_bias;        /* [5120] */
-  const void* sinks;           /* [64] */
-  const void* out_weight;      /* [2880, 4096], bf16 or e4m3 */
-  const float* out_scale;      /* FP8: [23, 32] */
-  const void* out_bias;        /* [2880] */
-  const void* moe_norm;        /* [2880] */
-  const void* router_weight;   /* [E, 2880] */
-  const void* router_bias;     /* [E] */
-  const void* gate_up_weight;  /* MXFP4 in layout sm90_v1, [E] of [5760, 2880] */
-  const void* gate_up_bias;    /* [E, 5760] */
-  const void* down_weight;     /* MXFP4 in layout sm90_v1, [E] of [2880, 2880] */
-  const void* down_bias;       /* [E, 2880] */
-  void* k_cache;               /* [blocks, 8, block_tokens, 64] */
+  const void* attention_norm; /* [2880] */
+  const void* qkv_weight;     /* [5120, 2880], bf16 or e4m3 */
+  const float* qkv_scale;     /* FP8: [40, 23] */
+  const void* qkv_bias;       /* [5120] */
+  const void* sinks;          /* [64] */
+  const void* out_weight;     /* [2880, 4096], bf16 or e4m3 */
+  const float* out_scale;     /* FP8: [23, 32] */
+  const void* out_bias;       /* [2880] */
+  const void* moe_norm;       /* [2880] */
+  const void* router_weight;  /* [E, 2880] */
+  const void* router_bias;    /* [E] */
+  const void* gate_up_weight; /* MXFP4 in layout sm90_v1, [E] of [5760, 2880] */
+  const void* gate_up_bias;   /* [E, 5760] */
+  const void* down_weight;    /* MXFP4 in layout sm90_v1, [E] of [2880, 2880] */
+  const void* down_bias;      /* [E, 2880] */
+  void* k_cache;              /* [blocks, 8, block_tokens, 64] */
   void* v_cache;
   int64_t window; /* keys that a token sees, itself among them; 0: all of its context */
 } gptoss_trt_decode_one_layer;
 
 typedef struct gptoss_trt_decode_one_args {
-  uint32_t size;           /* sizeof(gptoss_trt_decode_one_args) */
-  int32_t format;          /* gptoss_trt_dense_format of qkv, out and lm_head */
-  int32_t num_layers;      /* 1 to 36 */
-  int32_t experts;         /* 4 to 128, at most the card's multiprocessors */
-  int32_t vocabulary;      /* a multiple of 8 */
-  int32_t block_tokens;    /* of both pools: 16, 32 or 64 */
-  int32_t full_width;      /* entries of full_blocks */
-  int32_t window_width;    /* entries of window_blocks */
-  float eps;               /* of the norms */
-  float limit;             /* SwiGLU, as in gptoss_trt_moe_gemm_args */
+  uint32_t size;        /* sizeof(gptoss_trt_decode_one_args) */
+  int32_t format;       /* gptoss_trt_dense_format of qkv, out and lm_head */
+  int32_t num_layers;   /* 1 to 36 */
+  int32_t experts;      /* 4 to 128, at most the card's multiprocessors */
+  int32_t vocabulary;   /* a multiple of 8 */
+  int32_t block_tokens; /* of both pools: 16, 32 or 64 */
+  int32_t full_width;   /* entries of full_blocks */
+  int32_t window_width; /* entries of window_blocks */
+  float eps;            /* of the norms */
+  float limit;          /* SwiGLU, as in gptoss_trt_moe_gemm_args */
   float alpha;
-  float scale;             /* of attention scores, positive */
+  float scale;                               /* of attention scores, positive */
   const gptoss_trt_decode_one_layer* layers; /* [num_layers], on the device */
   const void* embedding;                     /* bf16 [vocabulary, 2880] */
   const void* final_norm;                    /* bf16 [2880] */
