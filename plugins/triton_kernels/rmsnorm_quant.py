@@ -232,6 +232,7 @@ def moe_combine(
     num_local_experts: int,
     accumulate: bool,
     out: torch.Tensor,
+    *,
     warps: int = 0,
 ) -> None:
     """The op of that name; see ops/schemas.py. `warps` as in add_and_norm."""
@@ -256,6 +257,7 @@ def moe_combine_norm(
     normed: torch.Tensor | None,
     quantised: torch.Tensor | None,
     scales: torch.Tensor | None,
+    *,
     warps: int = 0,
 ) -> None:
     """The op of that name; see ops/schemas.py. `warps` as in add_and_norm."""
