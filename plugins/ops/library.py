@@ -72,8 +72,15 @@ DEPENDENT_LAUNCH = 1
 ROUTING_READY = 2
 
 
-class MoeGemmArgs(ctypes.Structure):
-    """gptoss_trt_moe_gemm_args; the header says what each field means. `size` is filled in."""
+class _Sized(ctypes.Structure):
+    """A C struct that begins with its own size in bytes, which is filled in."""
+
+    def __init__(self, **values: float | None) -> None:
+        super().__init__(size=ctypes.sizeof(self), **values)
+
+
+class MoeGemmArgs(_Sized):
+    """gptoss_trt_moe_gemm_args; the header says what each field means."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -105,12 +112,9 @@ class MoeGemmArgs(ctypes.Structure):
         ("workspace_bytes", ctypes.c_uint64),
     )
 
-    def __init__(self, **values: float | None) -> None:
-        super().__init__(size=ctypes.sizeof(MoeGemmArgs), **values)
 
-
-class AttentionArgs(ctypes.Structure):
-    """gptoss_trt_attention_args; the header says what each field means. `size` is filled in."""
+class AttentionArgs(_Sized):
+    """gptoss_trt_attention_args; the header says what each field means."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -141,12 +145,9 @@ class AttentionArgs(ctypes.Structure):
         ("workspace_bytes", ctypes.c_uint64),
     )
 
-    def __init__(self, **values: float | None) -> None:
-        super().__init__(size=ctypes.sizeof(AttentionArgs), **values)
 
-
-class DenseFewArgs(ctypes.Structure):
-    """gptoss_trt_dense_few_args; the header says what each field means. `size` is filled in."""
+class DenseFewArgs(_Sized):
+    """gptoss_trt_dense_few_args; the header says what each field means."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -166,12 +167,9 @@ class DenseFewArgs(ctypes.Structure):
         ("out", ctypes.c_void_p),
     )
 
-    def __init__(self, **values: float | None) -> None:
-        super().__init__(size=ctypes.sizeof(DenseFewArgs), **values)
 
-
-class DenseFp8Args(ctypes.Structure):
-    """gptoss_trt_dense_fp8_args; the header says what each field means. `size` is filled in."""
+class DenseFp8Args(_Sized):
+    """gptoss_trt_dense_fp8_args; the header says what each field means."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -194,9 +192,6 @@ class DenseFp8Args(ctypes.Structure):
         ("out", ctypes.c_void_p),
     )
 
-    def __init__(self, **values: float | None) -> None:
-        super().__init__(size=ctypes.sizeof(DenseFp8Args), **values)
-
 
 class DecodeOneLayer(ctypes.Structure):
     """gptoss_trt_decode_one_layer: addresses of one layer's tensors, and its window."""
@@ -214,8 +209,8 @@ class DecodeOneLayer(ctypes.Structure):
     )  # fmt: skip
 
 
-class DecodeOneArgs(ctypes.Structure):
-    """gptoss_trt_decode_one_args; the header says what each field means. `size` is filled in."""
+class DecodeOneArgs(_Sized):
+    """gptoss_trt_decode_one_args; the header says what each field means."""
 
     _fields_ = (
         ("size", ctypes.c_uint32),
@@ -246,9 +241,6 @@ class DecodeOneArgs(ctypes.Structure):
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_uint64),
     )
-
-    def __init__(self, **values: float | None) -> None:
-        super().__init__(size=ctypes.sizeof(DecodeOneArgs), **values)
 
 
 class Library:

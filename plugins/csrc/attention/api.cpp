@@ -9,6 +9,7 @@
 #include "attention/launch.h"
 #include "attention/plan.h"
 #include "core/checks.h"
+#include "core/numbers.h"
 #include "core/status.h"
 #include "gptoss_trt.h"
 
@@ -77,8 +78,6 @@ LaunchOptions options_of(const Args& args, gptoss_trt_stream stream) {
           static_cast<cudaStream_t>(stream)};
 }
 
-constexpr float kLog2EOf = 1.4426950408889634f;
-
 gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   const DecodePlan plan = decode_plan(args);
   if (args.plan == kFixedPlan && (args.parts != 0 || plan.parts > kMaxParts)) {
@@ -117,7 +116,7 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
     p.partial_stats = reinterpret_cast<float2*>(workspace + layout.stats);
     p.tickets = args.tickets;
   }
-  p.scale_log2 = args.scale * kLog2EOf;
+  p.scale_log2 = args.scale * kLog2E;
   p.kv_heads = args.kv_heads;
   p.table_width = args.table_width;
   while (1 << p.block_shift < args.block_tokens) ++p.block_shift;
@@ -151,7 +150,7 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
   p.context_lens = args.context_lens;
   p.sinks = static_cast<const uint16_t*>(args.sinks);
   p.out = static_cast<uint16_t*>(args.out);
-  p.scale_log2 = args.scale * kLog2EOf;
+  p.scale_log2 = args.scale * kLog2E;
   p.tokens = args.tokens;
   p.sequences = args.sequences;
   p.kv_heads = args.kv_heads;

@@ -4,9 +4,9 @@
 
 #include <cstdint>
 
-namespace gptoss::attention {
+#include "core/numbers.h"
 
-constexpr float kLog2E = 1.4426950408889634f;
+namespace gptoss::attention {
 
 // d[16, 8] += a[16, 16] b[16, 8] in bf16. With lane = 4g + t: d[c] is row g (c < 2) or g + 8,
 // column 2t + (c & 1); a[0], a[1] are columns 2t, 2t + 1 of rows g and g + 8, a[2], a[3] columns 2t

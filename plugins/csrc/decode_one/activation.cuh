@@ -8,10 +8,10 @@
 #define GPTOSS_TRT_DECODE_ONE_ACTIVATION_CUH_
 
 #include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
+#include "core/e4m3.cuh"
 #include "decode_one/exchange.cuh"
 #include "decode_one/shared.cuh"
 #include "moe_gemm_fp8/epilogue.cuh"
@@ -47,13 +47,6 @@ __device__ __forceinline__ float warp_sum(float x) {
 #pragma unroll
   for (int step = 16; step > 0; step /= 2) x += __shfl_xor_sync(0xFFFFFFFFu, x, step);
   return x;
-}
-
-// Two e4m3 codes as fp16, exactly.
-__device__ __forceinline__ uint32_t halves_of(uint32_t codes) {
-  const __half2_raw pair =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
-  return static_cast<uint32_t>(pair.y) << 16 | pair.x;
 }
 
 // 1 / value to an ulp, and x / value rounded to nearest (but for results below the normal range),
@@ -93,7 +86,7 @@ __device__ __forceinline__ void store_dense(Shared& shared, int block, int lane,
   if constexpr (kFormat == Format::kFp8) {
     uint32_t codes;
     const float scale = quantise_group(value, codes);
-    words = make_uint2(halves_of(codes & 0xFFFF), halves_of(codes >> 16));
+    words = halves_of_word(codes);
     if (lane == 0) shared.x_scale[block] = scale;
   }
   if (inside) {

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/checks.h"
+#include "core/numbers.h"
 #include "core/status.h"
 #include "decode_one/params.h"
 #include "gptoss_trt.h"
@@ -14,7 +15,6 @@ namespace {
 using Args = gptoss_trt_decode_one_args;
 
 constexpr const char* kCall = "decode_one";
-constexpr float kLog2E = 1.4426950408889634f;
 
 gptoss_trt_status check_sizes(const Args* args) {
   gptoss_trt_status status = check_struct(kCall, args);

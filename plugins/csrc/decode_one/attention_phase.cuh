@@ -266,7 +266,7 @@ __device__ __forceinline__ Merged merge_parts(const Params& p, const Merged& min
 // The values over the sum of all weights, the sink's among them, as a pair of bf16; no keys give 0.
 __device__ __forceinline__ uint32_t with_sink(const Merged& merged, float sink) {
   if (merged.top == -INFINITY) return 0;
-  const float sink2 = sink * attention::kLog2E;
+  const float sink2 = sink * kLog2E;
   const float higher = fmaxf(merged.top, sink2);
   const float kept = attention::exp2_fast(merged.top - higher);
   const float total = fmaf(merged.total, kept, attention::exp2_fast(sink2 - higher));

@@ -10,11 +10,10 @@
 #define GPTOSS_TRT_DENSE_FEW_KERNEL_CUH_
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
+#include "core/e4m3.cuh"
 #include "core/ptx.cuh"
 #include "dense_few/params.h"
 
@@ -47,17 +46,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], uint2 low, uint2 high, u
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(low.x), "r"(high.x), "r"(low.y), "r"(high.y), "r"(weights.x), "r"(weights.y));
   }
-}
-
-// Two e4m3 codes as fp16, exactly.
-__device__ __forceinline__ uint32_t halves_of(uint32_t codes) {
-  const __half2_raw pair =
-      __nv_cvt_fp8x2_to_halfraw2(static_cast<__nv_fp8x2_storage_t>(codes), __NV_E4M3);
-  return static_cast<uint32_t>(pair.y) << 16 | pair.x;
-}
-
-__device__ __forceinline__ uint2 halves_of_word(uint32_t codes) {
-  return make_uint2(halves_of(codes), halves_of(codes >> 16));
 }
 
 // acc += one load of weights times the same columns of tokens `low` and `high` (shared memory).
