@@ -1,11 +1,13 @@
 #!/bin/sh
-# Steps and checks inside the images. `packages` and `user` run at build time as root, `health` as the container's user.
+# Steps and checks inside the images. `packages NAME...` and `user` run at build time as root, `health` as the container's
+# user.
 set -eu
 
 case ${1:-} in
 packages)
+    shift
     apt-get update -qq
-    apt-get install -y -qq --no-install-recommends git
+    apt-get install -y -qq --no-install-recommends "$@"
     rm -rf /var/lib/apt/lists/*
     ;;
 user)
@@ -25,7 +27,7 @@ with urllib.request.urlopen(request, timeout=15) as answer:
 EOF
     ;;
 *)
-    echo "usage: image.sh packages | user | health [URL]" >&2
+    echo "usage: image.sh packages NAME... | user | health [URL]" >&2
     exit 2
     ;;
 esac

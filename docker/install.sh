@@ -5,7 +5,8 @@
 #
 # PYTHON            interpreter to use; else the first of python3.11, python3.12, python3 that can serve
 # WHEEL             a built wheel to install in place of this folder
-# TORCH             requirement of torch; "none" leaves torch to the image (default torch==2.13.0, CPU build preferred)
+# TORCH             requirement of torch, taken as it is; "none" leaves torch to the image. Unset: torch==2.13.0, its CPU
+#                   build where nvidia-smi finds no GPU
 # TORCH_INDEX_URL   index to take torch from
 # All that it says goes to stderr, so that `make demo` keeps stdout for the conversation.
 set -eu
@@ -65,10 +66,13 @@ install_torch() {
     [ "$torch" != none ] || return 0
     index=
     [ -z "${TORCH_INDEX_URL:-}" ] || index="--index-url $TORCH_INDEX_URL"
-    # The CPU build is a tenth of the other's size; an index without it answers at once.
-    # shellcheck disable=SC2086 # $index is two words or none
-    "$venv/bin/pip" install --quiet $index "$torch+cpu" 2>/dev/null ||
-        "$venv/bin/pip" install --quiet $index "$torch"
+    if [ -z "${TORCH:-}" ] && ! nvidia-smi -L >/dev/null 2>&1; then
+        # The CPU build is a tenth of the other's size; an index without it answers at once.
+        # shellcheck disable=SC2086 # $index is two words or none
+        "$venv/bin/pip" install --quiet $index "$torch+cpu" 2>/dev/null && return 0
+    fi
+    # shellcheck disable=SC2086
+    "$venv/bin/pip" install --quiet $index "$torch"
 }
 
 # One stamp for each set of extras; a larger set (pypi-server,dev) serves a smaller one (pypi-server).
