@@ -15,8 +15,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -80,6 +78,11 @@ def gpu_finding() -> Finding:
         return Finding("gpu", "note", "no NVIDIA GPU or driver found", "engines run on the CPU: small models only")
     if "H200" not in query and "H100" not in query:
         return Finding("gpu", "note", query, "the kernels are for Hopper (sm_90a); this card runs nothing of ours")
+    import torch
+
+    if not torch.cuda.is_available():
+        action = "engines run on the CPU: install torch's build for CUDA (rm -r .venv, make setup) or a newer driver"
+        return Finding("gpu", "note", f"{query}; torch {torch.__version__} cannot use it", action)
     return Finding("gpu", "ok", query)
 
 
@@ -93,12 +96,14 @@ def nvcc_finding() -> Finding:
 
 
 def library_finding() -> Finding:
-    packaged = Path(str(resources.files("gptoss_trt"))) / "lib" / "libgptoss_trt.so"
-    built = Path(str(resources.files("gptoss_trt"))).resolve().parent / "plugins" / "lib" / "libgptoss_trt.so"
-    for path in (packaged, built):
-        if path.is_file():
-            return Finding("cuda library", "ok", str(path))
-    return Finding("cuda library", "note", "not built", "make library")
+    from gptoss_trt.ops.library import SEARCH_PATHS, load, unusable
+
+    if not any(path.is_file() for path in SEARCH_PATHS):
+        return Finding("cuda library", "note", "not built; a GPU needs it, a CPU does not", "make library")
+    problem = unusable()
+    if problem is not None:
+        return Finding("cuda library", "note", problem, "make library")
+    return Finding("cuda library", "ok", str(load().path))
 
 
 def tritonserver_finding() -> Finding:
@@ -106,7 +111,7 @@ def tritonserver_finding() -> Finding:
         binary = find_server()
         check_stub(binary)
     except (LaunchError, settings.SettingsError) as error:
-        return Finding("tritonserver", "missing", str(error), "see above")
+        return Finding("tritonserver", "missing", str(error))
     if binary.source == "pypi":
         return Finding(
             "tritonserver",
