@@ -53,12 +53,11 @@ def _progress_bar(text: str, quiet: bool) -> Iterator[Callable[[int, int], None]
 BUILD_EPILOG = """\b
 Examples:
   gptoss-trt build gpt-oss-20b/ --out engine/
-  gptoss-trt build gpt-oss-120b/ --out engine/ --experts fp8_block128 --tp 8
-  gptoss-trt build my-finetune-bf16/ --out engine/ --dense fp8_block128 --force
-\b
-CHECKPOINT is a folder with config.json and safetensors in any of these layouts:
-  OpenAI's original/, Hugging Face with MXFP4 experts, Hugging Face in BF16,
-  an nvidia-modelopt FP8 export.
+  gptoss-trt build gpt-oss-120b/ --out engine/ --dense fp8_block128
+  gptoss-trt build my-finetune-bf16/ --out engine/ --experts mxfp4 --force
+
+CHECKPOINT is a folder with config.json and safetensors in any of these layouts: OpenAI's original/, Hugging Face with
+MXFP4 experts, Hugging Face in BF16, an nvidia-modelopt FP8 export.
 """
 
 
@@ -86,7 +85,7 @@ def build(
     checkpoint: Path, out: Path, experts: Experts | None, dense: Dense, kv: Kv, h_scale: HScale,
     tp: int, ep: int, dp: int, workers: int | None, force: bool, as_json: bool,
 ) -> None:  # fmt: skip
-    """Compile CHECKPOINT into an engine directory.
+    """Build an engine directory from CHECKPOINT.
 
     Reads weight by weight with bounded memory, converts, cuts for every rank, and gives the engine its name only when
     it is whole. Says block by block whether the FP8 weights equal the checkpoint's.

@@ -27,7 +27,7 @@ from gptoss_trt.build_engine.spec import (
 from gptoss_trt.build_engine.tokenizer_files import write_tokenizer_files
 
 EPILOG = """\b
-Example:
+Examples:
   gptoss-trt bench random-engine engine-120b/ --model gpt-oss-120b
   gptoss-trt serve engine-120b/
 """
@@ -36,12 +36,14 @@ Example:
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.argument("out", type=click.Path(path_type=Path))
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-oss-20b", help="Shape of the model.")
-@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
-@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
-@click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
+@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4", help="Storage of the experts.")
+@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16",
+              help="Storage of attention projections and lm head.")  # fmt: skip
+@click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16", help="KV cache format.")
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static",
+              help="Scales of the activations between the two expert products.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(1, 256), help="Layers, instead of the model's.")
-@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0)
+@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Of the weights.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")
 def random_engine(out: Path, **chosen: Any) -> None:
     """Write OUT, an engine whose weights are random numbers made at load: no weight file, whatever the model."""

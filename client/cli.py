@@ -28,7 +28,7 @@ class CommandEntry:
 
 COMMANDS = {
     "build": CommandEntry(
-        "gptoss_trt.build_engine.cli", "build", "Compile a checkpoint into an engine directory.", "build"
+        "gptoss_trt.build_engine.cli", "build", "Build an engine directory from a checkpoint.", "build"
     ),
     "inspect": CommandEntry(
         "gptoss_trt.build_engine.cli", "inspect", "Describe or verify a checkpoint or an engine.", "build"

@@ -93,13 +93,24 @@ class Options:
     out: Path | None
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+EPILOG = """\b
+Examples:
+  gptoss-trt bench engine --random --model gpt-oss-20b --decode 1024:1,64
+  gptoss-trt bench engine --engine engine/ --prefill 1024,8192 --json
+
+share_of_bound is the least time that an H200 could take (runtime/bench/bound.py) over the time measured.
+"""
+
+
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
 @click.option("--model", type=click.Choice(list(MODELS)), default="gpt-oss-20b", help="Shape of a random engine.")
 @click.option("--random", "is_random", is_flag=True, help="Make the engine from a seed, on its device.")
 @click.option("--engine", "engine_dir", type=click.Path(path_type=Path), help="An engine directory instead.")
-@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
-@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
+@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4", help="Storage of the experts.")
+@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16",
+              help="Storage of attention projections and lm head.")  # fmt: skip
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static",
+              help="Scales of the activations between the two expert products.")  # fmt: skip
 @click.option("--layers", type=click.IntRange(1, 256), help="Layers of a random engine, instead of the model's.")
 @click.option(
     "--decode", "decode_cells", callback=_read_decode_cells, multiple=True, help="CONTEXT:BATCHES, as 1024:1,8."
@@ -113,7 +124,7 @@ class Options:
     "--at", type=click.Choice(["core", "client"]), default="core", help="In this process, or at a client of one."
 )
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is one.")
-@click.option("--seed", type=int, default=0)
+@click.option("--seed", type=int, default=0, help="Of weights and prompts.")
 @click.option("--usd-per-hour", type=float, default=3.0, help="Price of the GPU.")
 @click.option("--commit", help="What to write as the commit, instead of the clone's.")
 @click.option("--json", "as_json", is_flag=True, help="JSON lines.")
@@ -137,7 +148,7 @@ def engine(**given: Any) -> None:
     with (_client_bench if options.at == "client" else _core_bench)(options, effort, where) as (bench, name, formats):
         click.echo(f"{name}: ready in {time.perf_counter() - began:.1f} s", err=True)
         commit = options.commit or source_commit()
-        setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour)
+        setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour, on_gpu=where.type == "cuda")
         for what, measure in _cells(bench, options):
             failed += not _report(setting, what, measure, options)
     if failed:
@@ -211,7 +222,7 @@ def _report(setting: Setting, what: str, measure: Callable[[], Cell], options: O
     except Exception as error:
         click.echo(f"{setting.model} {what}: {type(error).__name__}: {error}", err=True)
         return False
-    write_line(values, options.out, text=line(values, options.as_json))
+    write_line(values, options.out, text=line(values, options.as_json, setting.on_gpu))
     return True
 
 

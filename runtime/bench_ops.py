@@ -34,20 +34,29 @@ REPEATS = 10
 COPY_BYTES = 1 << 30  # of weights in all copies of a case; an H200 caches 60 MB
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.option("--model", type=click.Choice(list(MODELS)), default="gpt-oss-20b")
-@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4")
-@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16")
-@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static")
+EPILOG = """\b
+Examples:
+  gptoss-trt bench ops --batch 1,64
+  gptoss-trt bench ops --op moe_gate_up --op moe_down --prefill 1024,8192
+"""
+
+
+@click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.option("--model", type=click.Choice(list(MODELS)), default="gpt-oss-20b", help="Whose sizes.")
+@click.option("--experts", type=click.Choice(get_args(Experts)), default="mxfp4", help="Storage of the experts.")
+@click.option("--dense", type=click.Choice(get_args(Dense)), default="bf16",
+              help="Storage of attention projections and lm head.")  # fmt: skip
+@click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static",
+              help="Scales of the activations between the two expert products.")  # fmt: skip
 @click.option("--batch", callback=read_counts, default="1,8,64", help="Decode batches.")
 @click.option("--context", type=click.IntRange(1), default=1024, help="Keys of each sequence in decode.")
 @click.option("--prefill", callback=read_counts, help="Prompt lengths.")
-@click.option("--op", "only", multiple=True, help="Only these operators.")
+@click.option("--op", "only", multiple=True, help="Only this operator (repeatable).")
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), help="Default: cuda where there is one.")
 @click.option("--commit", help="What to write as the commit, instead of the clone's.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="Append the lines to this file too.")
 def ops(**given: Any) -> None:
-    """Measure each operator against its own bound."""
+    """Measure each operator against its own bound; one JSON line a case."""
     known = sorted({*DECODE_OPS, *PREFILL_OPS})
     for op in given["only"]:
         if op not in known:

@@ -81,7 +81,8 @@ def _missing(name: str, entry: Benchmark, error: ModuleNotFoundError) -> str:
 
 EPILOG = """\b
 Examples:
-  gptoss-trt bench serve --concurrency 1,8,64 --input-tokens 512 --output-tokens 128
+  gptoss-trt bench serve --concurrency 1,8,64
+  gptoss-trt bench engine --random --model gpt-oss-20b --decode 1024:1,64
   gptoss-trt bench inputs --model ensemble --out inputs.json
 """
 

@@ -22,28 +22,33 @@ from gptoss_trt.client.bench.serve_cli import lengths
 from gptoss_trt.client.bench.workload import FORMS, Lengths, synthetic
 
 HELP = {"help_option_names": ["-h", "--help"]}
-INPUTS_EPILOG = """\b
-Example:
+EPILOG = """\b
+Examples:
   gptoss-trt bench inputs --model ensemble --out inputs.json
-  gptoss-trt bench perf-analyzer -- -m ensemble -i grpc --streaming --async -u localhost:8001 \\
-      --input-data inputs.json --request-count 32 --concurrency-range 4 --profile-export-file profile.json
+  gptoss-trt bench perf-analyzer -- -m ensemble -i grpc -u localhost:8001 \\
+      --streaming --async --input-data inputs.json --request-count 32 \\
+      --concurrency-range 4 --profile-export-file profile.json
   gptoss-trt bench profile profile.json
 \b
   gptoss-trt bench perf-analyzer --script ~/bin
-  genai-perf profile -m ensemble --backend tensorrtllm --streaming --url localhost:8001 --tokenizer engine/
-\b
+  genai-perf profile -m ensemble --backend tensorrtllm --streaming \\
+      --url localhost:8001 --tokenizer engine/
+
 --request-count needs a profile file that does not exist yet.
 """
 
 
-@click.command(epilog=INPUTS_EPILOG, context_settings=HELP)
-@click.option("--model", type=click.Choice(sorted(FORMS)), default="ensemble", show_default=True)
+@click.command(epilog=EPILOG, context_settings=HELP)
+@click.option("--model", type=click.Choice(sorted(FORMS)), default="ensemble", show_default=True,
+              help="Triton model that the requests are for.")  # fmt: skip
 @click.option("--count", type=click.IntRange(min=1), default=32, show_default=True, help="Requests in the file.")
-@click.option("--input-tokens", metavar="LENGTH", callback=lengths, default="128", show_default=True)
-@click.option("--output-tokens", metavar="LENGTH", callback=lengths, default="64", show_default=True)
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True)
+@click.option("--input-tokens", metavar="LENGTH", callback=lengths, default="128", show_default=True,
+              help="512, uniform:64,1024 or normal:512,128.")  # fmt: skip
+@click.option("--output-tokens", metavar="LENGTH", callback=lengths, default="64", show_default=True,
+              help="Most tokens of an answer, in the same forms.")  # fmt: skip
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of prompts and lengths.")
 @click.option("--streaming/--whole", default=True, show_default=True, help="Whether requests ask for a stream.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True)
+@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), required=True, help="File to write.")
 def inputs(
     model: str, count: int, input_tokens: Lengths, output_tokens: Lengths, seed: int, streaming: bool, out: Path
 ) -> None:
@@ -53,7 +58,7 @@ def inputs(
     out.write_text(json.dumps(data, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-@click.command(context_settings=HELP)
+@click.command(epilog=EPILOG, context_settings=HELP)
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--slo-ttft-ms", type=click.FloatRange(min=0.0), help="Goodput: most milliseconds to the first token.")
 @click.option("--slo-tpot-ms", type=click.FloatRange(min=0.0), help="Goodput: most milliseconds between tokens.")
@@ -78,9 +83,10 @@ def profile(file: Path, slo_ttft_ms: float | None, slo_tpot_ms: float | None, as
 @click.command(
     name="perf-analyzer",
     context_settings={"ignore_unknown_options": True, "help_option_names": ["--help"]},
-    epilog=INPUTS_EPILOG,
+    epilog=EPILOG,
 )
-@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), default=CACHE, show_default=True)
+@click.option("--cache", type=click.Path(file_okay=False, path_type=Path), default=CACHE, show_default=True,
+              help="Folder for the download.")  # fmt: skip
 @click.option(
     "--script",
     "folder",

@@ -27,13 +27,14 @@ DEFAULT_CONCURRENCY = (1.0, 2.0, 4.0, 8.0)
 
 EPILOG = """\b
 Examples:
-  gptoss-trt bench serve --concurrency 1,2,4,8 --input-tokens 512 --output-tokens 128
-  gptoss-trt bench serve --model chat --dataset chats.jsonl --request-rate 2,4 --slo-ttft-ms 500 --slo-tpot-ms 20
+  gptoss-trt bench serve --concurrency 1,8 --input-tokens 512
+  gptoss-trt bench serve --model chat --dataset chats.jsonl \\
+      --request-rate 2,4 --slo-ttft-ms 500 --slo-tpot-ms 20
   gptoss-trt bench serve --gpu-hour-usd 3 --json > results.jsonl
-\b
+
 Tokens are counted by the server's num_output_tokens or usage. Time between tokens is (last - first) / (tokens - 1).
 Throughput counts requests that succeeded; the rest are in `errors`. Goodput is good requests a second.
-\b
+
 Cost (--gpu-hour-usd): a pass with one token of answer measures the prompt rate P; of a level of T seconds with I input
 and O output tokens, F = min(T, I / P) seconds are prefill: USD/M in = 1e6 p F / I, USD/M out = 1e6 p (T - F) / O,
 with p the price of a second on all GPUs. A --dataset's prompts repeat in that pass: a prefix cache makes it faster.
@@ -69,6 +70,7 @@ def levels(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
     type=click.Choice(["ensemble", "tensorrt_llm", "tensorrt_llm_bls", "chat"]),
     default="tensorrt_llm",
     show_default=True,
+    help="Triton model to load: token ids (tensorrt_llm), text or chats.",
 )
 @click.option("--served-name", default="gpt-oss", show_default=True, help="`model` in the bodies sent to chat.")
 @click.option(
@@ -130,6 +132,7 @@ def levels(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
     default=600.0,
     show_default=True,
     metavar="SECONDS",
+    help="Of one request.",
 )
 @click.option("--json", "as_json", is_flag=True, help="JSON lines on stdout in place of tables.")
 @click.option("--report", type=click.Path(dir_okay=False, path_type=Path), help="Write a text report.")

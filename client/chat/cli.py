@@ -24,7 +24,7 @@ Examples:
   echo 'What is 17 + 25?' | gptoss-trt chat
   gptoss-trt chat --tools weather.json --reasoning high
   echo 'The capital of France is' | gptoss-trt chat --raw --max-tokens 8
-\b
+
 In a terminal: Ctrl-C cancels the answer and keeps the session, Alt-Enter makes a new line, /help lists the commands.
 When the model calls a tool, type its result. In a pipe each line is a user turn; after a tool call a line of JSON is
 the tool's result. Slash commands are for terminals: in a pipe they are text.
@@ -43,9 +43,9 @@ the tool's result. Slash commands are for terminals: in a pipe they are text.
     metavar="FILE",
     help="JSON file with a list of tools (OpenAI's form, or bare functions).",
 )
-@click.option("--temperature", type=click.FloatRange(min=0.0))
-@click.option("--top-p", type=click.FloatRange(min=0.0, max=1.0))
-@click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1))
+@click.option("--temperature", type=click.FloatRange(min=0.0), help="0 is greedy.  [default: the server's]")
+@click.option("--top-p", type=click.FloatRange(min=0.0, max=1.0), help="Nucleus sampling.  [default: the server's]")
+@click.option("--seed", type=click.IntRange(min=0, max=2**64 - 1), help="The same answers each time.")
 @click.option("--max-tokens", type=click.IntRange(min=1), help="Most tokens of an answer (--raw: 512 unless given).")
 @click.option("--show-reasoning/--hide-reasoning", default=None, help="Default: shown in a terminal, hidden in a pipe.")
 @click.option("--raw", is_flag=True, help="Send each line to `ensemble` as a raw prompt; no chat format, no history.")

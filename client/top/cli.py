@@ -25,9 +25,13 @@ Examples:
   gptoss-trt top
   gptoss-trt top --url http://127.0.0.1:9002/metrics --interval 5
   gptoss-trt top --once --json | jq .requests.waiting
-\b
-Percentiles are of the last minute. Token rates count a request when it ends. --once takes two looks, an interval
-apart; its percentiles are of the server's whole life.
+
+active: requests in the engine; of these, scheduled are in its steps, prefill still read their prompt, waiting are in
+the queue, paused gave their KV blocks back. max batch: sequences in one step. prefix hits: share of prompt tokens
+found in the prefix cache. KV reused: cached blocks that a prompt used again. Token rates count a request when it ends.
+
+Percentiles are of the last minute. --once takes two looks, an interval apart; its percentiles are of the server's whole
+life.
 """
 
 
@@ -38,7 +42,8 @@ class NoPageError(Exception):
 @click.command(epilog=EPILOG, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--url", default=DEFAULT_URL, show_default=True, help="The server's metrics page.")
 @click.option("--model", help="Model whose engine is shown.  [default: the first on the page]")
-@click.option("--interval", "interval_s", type=click.FloatRange(min=0.2), default=2.0, show_default=True)
+@click.option("--interval", "interval_s", type=click.FloatRange(min=0.2), default=2.0, show_default=True,
+              help="Seconds between two looks.")  # fmt: skip
 @click.option("--once", is_flag=True, help="Show one view and end.")
 @click.option("--json", "as_json", is_flag=True, help="A JSON line for each view.")
 def top(url: str, model: str | None, interval_s: float, once: bool, as_json: bool) -> int:

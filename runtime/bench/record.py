@@ -30,6 +30,7 @@ class Setting:
     card: str
     commit: str
     usd_per_hour: float
+    on_gpu: bool
 
 
 @dataclass(frozen=True)
@@ -74,17 +75,17 @@ def record(setting: Setting, cell: Cell) -> dict[str, Any]:
     }
 
 
-def line(values: dict[str, Any], as_json: bool) -> str:
-    """A record as JSON, or as one line to read."""
+def line(values: dict[str, Any], as_json: bool, on_gpu: bool) -> str:
+    """A record as JSON, or as one line to read; the card's bound and price are left out of a CPU's."""
     if as_json:
         return json.dumps(values)
     size = f"batch {values['batch']}" if values["kind"] == "decode" else f"{values['tokens']} tokens"
     graph = "" if values["graph_ms"] is None else f" (graph {values['graph_ms']:.3f})"
-    return (
-        f"{values['model']} {values['kind']} {size} at {values['context']}: {values['ms']:.3f} ms{graph}, "
-        f"{values['tok_s']:.0f} tokens/s, {100 * values['share_of_bound']:.0f}% of the bound, "
-        f"{values['usd_per_mtok']:.3f} USD/Mtok"
-    )
+    text = f"{values['model']} {values['kind']} {size} at {values['context']}: {values['ms']:.3f} ms{graph}"
+    text += f", {values['tok_s']:,.0f} tokens/s"
+    if on_gpu:
+        text += f", {100 * values['share_of_bound']:.0f}% of the bound, {values['usd_per_mtok']:.3f} USD/Mtok"
+    return text
 
 
 def card_name(device: torch.device) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from gptoss_trt.runtime.engine.core import EngineLoadError
 
@@ -21,27 +22,35 @@ DRAFT_TOKENS = {"none": 0, "ngram": 8, "draft": 4, "eagle3": 3}
 NEED_DRAFT_ENGINE = ("draft", "eagle3")
 
 
+T = TypeVar("T")
+
+
+def _option(default: T, purpose: str) -> T:
+    """A field with its purpose, for `serve --help`."""
+    return dataclasses.field(default=default, metadata={"purpose": purpose})
+
+
 @dataclass(frozen=True)
 class EngineOptions:
-    """Counts unless a name says bytes. 0 means: chosen by the engine."""
+    """Counts unless a name says bytes. 0 and empty mean: chosen by the engine. `serve --help` shows the purposes."""
 
-    block_tokens: int = 0  # tokens of one KV block: 64 at most
-    kv_bytes: int = 0  # memory of both KV pools together
-    max_batch: int = 0  # sequences in one step
-    max_queue: int = 1024  # requests that wait
-    step_tokens: int = 0  # tokens of one step, prompts and decode together
-    max_context: int = 0  # below the model's own
-    threads: int = 0  # torch's CPU threads
-    device: str = ""  # cpu or cuda; empty: cuda where there is one
-    prefix_cache: bool = True
-    run_ahead: bool = True  # launch a step before the tokens of the one before it are known, where the model can
-    one_launch: bool = False  # on a GPU: decode steps of one sequence as one kernel (bf16 KV, MXFP4 experts)
-    deterministic: bool = False  # on a GPU: a token's bits do not depend on the batch or on how its prompt was cut
-    speculation: str = "none"  # how tokens are drafted: none, ngram, draft (by a draft engine) or eagle3 (by a head)
-    draft_engine: str = ""  # directory of the draft engine or of the head's checkpoint, made absolute
-    draft_tokens: int = 0  # most tokens drafted for a sequence in one step
-    kv_events: str = ""  # ZeroMQ endpoint that tells routers which prefix blocks are held, as tcp://127.0.0.1:5557
-    kv_events_replay: str = ""  # ZeroMQ endpoint that repeats what a router missed
+    block_tokens: int = _option(0, "tokens of a KV block, at most 64 (GPU: 64, CPU: 16)")
+    kv_bytes: int = _option(0, "memory of the KV cache (GPU: most of what is free)")
+    max_batch: int = _option(0, "sequences in one step (GPU: 256, CPU: 64)")
+    max_queue: int = _option(1024, "requests that may wait (1024)")
+    step_tokens: int = _option(0, "tokens in one step, of all sequences (GPU: 2048, CPU: 128)")
+    max_context: int = _option(0, "tokens of a sequence (the model's)")
+    threads: int = _option(0, "torch's CPU threads")
+    device: str = _option("", "cpu or cuda (cuda where there is one)")
+    prefix_cache: bool = _option(True, "reuse the KV blocks of equal prefixes (true)")
+    run_ahead: bool = _option(True, "launch a step ahead of the last one's tokens (true)")
+    one_launch: bool = _option(False, "decode of one sequence as one kernel, on a GPU (false)")
+    deterministic: bool = _option(False, "bits that do not depend on the batch, on a GPU (false)")
+    speculation: str = _option("none", "who drafts tokens: ngram, draft, eagle3 (none)")
+    draft_engine: str = _option("", "the draft engine's or the head's directory")
+    draft_tokens: int = _option(0, "most tokens of a draft (ngram: 8, draft: 4, eagle3: 3)")
+    kv_events: str = _option("", "ZeroMQ endpoint that tells routers which prefixes are held")
+    kv_events_replay: str = _option("", "ZeroMQ endpoint that repeats what a router missed")
 
     def __post_init__(self) -> None:
         ranges = {
@@ -106,6 +115,11 @@ class EngineOptions:
             step_tokens=self.step_tokens or max(step_tokens, max_batch),
             draft_tokens=self.draft_tokens or DRAFT_TOKENS[self.speculation],
         )
+
+    @classmethod
+    def help_lines(cls) -> list[str]:
+        """A line for each option: its name, and what it is for (in brackets what the engine chooses)."""
+        return [f"{option.name:17} {option.metadata['purpose']}" for option in dataclasses.fields(cls)]
 
     @classmethod
     def read(cls, path: Path) -> EngineOptions:

@@ -19,19 +19,23 @@ from gptoss_trt.runtime.launch.server_binary import LaunchError
 QUESTION = "What is 17 + 25?"
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
 WELCOME = (
-    "A small model: it adds numbers up to 99, knows capitals and opposites, repeats, reverses lists, counts, tells\n"
-    "short stories and uses tools. /help lists the commands, Ctrl-C stops an answer, Ctrl-D ends."
+    "A small model: it adds numbers up to 99, knows capitals and opposites, repeats,\n"
+    "reverses lists, counts, tells short stories and uses tools."
 )
 EPILOG = """\b
 Examples:
-  gptoss-trt demo                                  a chat in the terminal
-  echo "What is 20 + 22?" | gptoss-trt demo        answers each line of its input
-  gptoss-trt demo </dev/null                       answers one built-in question
+  gptoss-trt demo                             a chat in the terminal
+  echo "What is 20 + 22?" | gptoss-trt demo   answers each line of its input
+  gptoss-trt demo </dev/null                  answers one built-in question
 """
 
 
 @click.command(epilog=EPILOG)
-@click.option("--cache-dir", type=click.Path(path_type=Path), help="Where checkpoint and engine are kept.")
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    help="Where checkpoint and engine are kept.  [default: demo/ in the state folder]",
+)
 def demo(cache_dir: Path | None) -> int:
     """Build the demo engine, serve it from tritonserver and talk to it."""
     try:  # Ctrl-C while starting ends quietly

@@ -19,6 +19,7 @@ from typing import Any
 
 import click
 
+from gptoss_trt.client.protocol import did_you_mean
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
@@ -26,7 +27,6 @@ from gptoss_trt.runtime.launch.gateway import NEEDED_MODELS, ApiOptions, gateway
 from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
 from gptoss_trt.runtime.launch.serving import Serving, Signals, StartInterruptedError
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, describe, start_server
-from gptoss_trt.runtime.openai.gateway.process import GatewayProcess
 
 API_NAMES = ("served_model_name", "api_key_file", "api_workers", "ssl_certfile", "ssl_keyfile", "cors_origin")
 PORT = click.IntRange(0, 65535)
@@ -35,17 +35,20 @@ EPILOG = """\b
 Examples:
   gptoss-trt serve engine/
   gptoss-trt serve engine/ --http-port 9000 --model ensemble --model chat
-  gptoss-trt serve engine/ --chat-mode        # text_input is one user turn of chat
-  gptoss-trt serve engine/ --address 0.0.0.0  # only with a current server, behind your own proxy
-"""
+  gptoss-trt serve engine/ --engine-option max_batch=128
+  gptoss-trt serve engine/ --address 0.0.0.0   # behind your own proxy
+
+\b
+Engine options (default):
+  """ + "\n  ".join(EngineOptions.help_lines())
 
 
 @click.command(epilog=EPILOG)
 @click.argument("engine_dir", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--address", default="127.0.0.1", show_default=True, help="Address to bind to.")
 @click.option("--http-port", default=8000, type=PORT, show_default=True, help="0 takes a free port.")
-@click.option("--grpc-port", default=8001, type=PORT, show_default=True)
-@click.option("--metrics-port", default=8002, type=PORT, show_default=True)
+@click.option("--grpc-port", default=8001, type=PORT, show_default=True, help="Likewise.")
+@click.option("--metrics-port", default=8002, type=PORT, show_default=True, help="Likewise, of Prometheus' page.")
 @click.option("--model", "models", multiple=True, help="Load only this model (repeatable). Default: all.")
 @click.option("--chat-mode", is_flag=True, help="text_input is one user turn; text_output is the final channel only.")
 @click.option("--keep-special-tokens", is_flag=True, help="text_output keeps the text of special tokens.")
@@ -59,13 +62,14 @@ Examples:
 )
 @click.option("--openai-port", default=8080, type=PORT, show_default=True, help="Port of the OpenAI API.")
 @click.option("--no-openai", is_flag=True, help="Start no OpenAI gateway.")
-@click.option("--served-model-name", multiple=True, default=("gpt-oss",), show_default=True, help="Repeatable.")
+@click.option("--served-model-name", multiple=True, default=("gpt-oss",), show_default=True,
+              help="Model name in the OpenAI API (repeatable).")  # fmt: skip
 @click.option("--api-key-file", type=click.Path(path_type=Path), help="Keys of the OpenAI API, one a line.")
 @click.option(
     "--api-workers", default=1, type=click.IntRange(1, 256), show_default=True, help="Processes of the OpenAI gateway."
 )
 @click.option("--ssl-certfile", type=click.Path(path_type=Path), help="TLS for the OpenAI API.")
-@click.option("--ssl-keyfile", type=click.Path(path_type=Path))
+@click.option("--ssl-keyfile", type=click.Path(path_type=Path), help="Key of --ssl-certfile.")
 @click.option("--cors-origin", multiple=True, help="Origin that browsers may call the OpenAI API from (repeatable).")
 @click.option(
     "--drain-seconds",
@@ -74,17 +78,21 @@ Examples:
     show_default=True,
     help="How long streams may finish after SIGTERM.",
 )
-@click.option("--state-dir", type=click.Path(path_type=Path), help="Sockets, logs and the assembled repository.")
+@click.option(
+    "--state-dir",
+    type=click.Path(path_type=Path),
+    help="Sockets, logs and the assembled repository.  [default: ~/.local/state/gptoss-trt]",
+)
 @click.option(
     "--engine-option",
     "engine_options",
     multiple=True,
     metavar="NAME=VALUE",
-    help="Option of the engine process, e.g. max_batch=64 or step_tokens=512 (repeatable).",
+    help="Option of the engine process, listed below (repeatable).",
 )
 @click.option("--otlp-url", default="", help="Send traces there (OTLP over HTTP, as http://HOST:4318/v1/traces).")
 @click.option(
-    "--trace-rate", default=1, type=click.IntRange(1), show_default=True, help="Trace one request of so many."
+    "--trace-rate", default=1, type=click.IntRange(1), show_default=True, help="Trace one request in so many."
 )
 @click.option("--verbose", default=0, show_default=True, help="tritonserver's --log-verbose.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as one JSON line.")
@@ -141,7 +149,7 @@ def serve(
             gateway = start_api(server, api)
         elif not no_openai:
             click.echo(f"no OpenAI API: it needs the streaming models {' and '.join(NEEDED_MODELS)}", err=True)
-        _announce(server, gateway, as_json, start)
+        _announce(server, None if gateway is None else f"{gateway.url}/v1", api, as_json, start)
     except LaunchError as error:
         Serving(server, signals, gateway, lambda: start_api(server, api)).stop_gateway(time.monotonic())
         server.stop(drain_s=0)
@@ -159,8 +167,11 @@ def parse_engine_options(texts: Sequence[str]) -> EngineOptions:
     values: dict[str, Any] = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or name not in known:
-            raise EngineLoadError(f"engine option {text!r} is not NAME=VALUE of {', '.join(known)}")
+        if not equals:
+            raise EngineLoadError(f"engine option {text!r} is not NAME=VALUE")
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise EngineLoadError(f"unknown engine option {name!r}{hint}; there are: {', '.join(known)}")
         default = known[name].default
         if isinstance(default, bool):
             if value not in ("true", "false"):
@@ -182,20 +193,27 @@ def _warn_of_exposure(options: ServerOptions) -> None:
         )
 
 
-def _announce(server: TritonServer, gateway: GatewayProcess | None, as_json: bool, start: float) -> None:
+def _announce(server: TritonServer, api_url: str | None, api: ApiOptions, as_json: bool, start: float) -> None:
     asked = server.options.models
     if asked is None or "ensemble" in asked:
         server.first_answer()
     ready_s = time.monotonic() - start
     if as_json:
-        openai = {} if gateway is None else {"openai": f"{gateway.url}/v1"}
+        openai = {} if api_url is None else {"openai": api_url}
         click.echo(json.dumps({**describe(server), **openai, "ready_s": round(ready_s, 3)}))
     else:
-        body = '{"text_input": "Hello", "max_tokens": 16}'
         click.echo(f"ready after {ready_s:.1f} s")
         click.echo(f"  HTTP     {server.http_url}\n  gRPC     {server.grpc_url}\n  metrics  {server.metrics_url}")
-        if gateway is not None:
-            click.echo(f"  OpenAI   {gateway.url}/v1")
+        if api_url is not None:
+            click.echo(f"  OpenAI   {api_url}")
         click.echo(f"  log      {server.log_path}")
-        click.echo(f"try: curl -s {server.http_url}/v2/models/ensemble/generate -d '{body}'")
+        click.echo(f"try: {line_to_try(server.http_url, api_url, with_key=api.api_key_file is not None)}")
     sys.stdout.flush()
+
+
+def line_to_try(server_url: str, api_url: str | None, *, with_key: bool) -> str:
+    """A command that asks the chat model, or `ensemble` where there is no OpenAI API."""
+    if api_url is None:
+        return f"""curl -s {server_url}/v2/models/ensemble/generate -d '{{"text_input": "Hello", "max_tokens": 16}}'"""
+    key = " -H 'Authorization: Bearer KEY'" if with_key else ""
+    return f"""curl -s {api_url}/chat/completions{key} -d '{{"messages": [{{"role": "user", "content": "Hello"}}]}}'"""

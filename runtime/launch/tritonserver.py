@@ -335,7 +335,9 @@ def _check_engine(engine_dir: Path) -> None:
 def _check_models(models: tuple[str, ...] | None) -> None:
     for name in models or ():
         if name not in model_names():
-            raise LaunchError(f"there is no model {name!r}{did_you_mean(name, model_names())}")
+            raise LaunchError(
+                f"there is no model {name!r}{did_you_mean(name, model_names())}; there are: {', '.join(model_names())}"
+            )
 
 
 def _take_ports(options: ServerOptions) -> tuple[int, int, int]:

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
+from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.client.bench.cli import bench
 from gptoss_trt.runtime.bench.cells import Bench
+from gptoss_trt.runtime.bench.record import Cell, Setting, line, record
 
 FIELDS = {
     "card", "commit", "date", "model", "experts", "dense", "kv", "weight_layout", "h_scale", "tp", "kind", "context",
@@ -58,7 +60,16 @@ def test_cells_at_the_client_of_an_engine_process(tmp_path: Path) -> None:
 def test_fp8_storages_and_people_s_lines() -> None:
     result = run(*TINY, "--decode", "20:2", "--experts", "fp8_block128", "--dense", "fp8_block128", "--layers", "3")
     assert result.exit_code == 0, result.output
-    assert "tiny decode batch 2 at 20" in result.stdout and "USD/Mtok" in result.stdout
+    assert "tiny decode batch 2 at 20" in result.stdout and "tokens/s" in result.stdout
+
+
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_a_line_to_read_has_bound_and_price_of_a_card_only(on_gpu: bool) -> None:
+    setting = Setting("gpt-oss-20b", Formats("mxfp4", "bf16", "bf16", "static"), "card", "abc", 3.0, on_gpu)
+    values = record(setting, Cell("decode", 1024, 64, 5.0, 4.0, None, None, {}))
+    text = line(values, False, on_gpu)
+    assert "12,800 tokens/s" in text
+    assert ("80% of the bound" in text, "USD/Mtok" in text) == (on_gpu, on_gpu)
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import fields
 
+import click
 import pytest
 from click.testing import CliRunner
 
 from gptoss_trt.client.cli import COMMANDS, CommandEntry, gptoss_trt, main
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.launch.serve_cli import line_to_try
 
 
 def test_top_level_help_imports_no_command() -> None:
@@ -19,12 +24,39 @@ def test_top_level_help_imports_no_command() -> None:
     assert all(name in result.stdout for name in COMMANDS)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_each_command_has_help_with_examples(name: str) -> None:
-    result = CliRunner().invoke(gptoss_trt, [name, "--help"])
+def all_commands(command: click.Command, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """Every command below, groups too, with the words that name it."""
+    yield path, command
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from all_commands(below, (*path, name))
+
+
+@pytest.mark.parametrize(("path", "command"), list(all_commands(gptoss_trt)), ids=lambda value: " ".join(value) or "top"
+                         if isinstance(value, tuple) else "")  # fmt: skip
+def test_help_has_examples_explains_every_option_and_fits_a_terminal(
+    path: tuple[str, ...], command: click.Command
+) -> None:
+    result = CliRunner().invoke(gptoss_trt, [*path, "--help"], terminal_width=80)
     assert result.exit_code == 0, result.output
-    assert "Examples:" in result.output
-    assert f"gptoss-trt {name}" in result.output
+    assert "Examples:" in result.output and " ".join(("gptoss-trt", *path)) in result.output
+    assert [option.opts for option in command.params if isinstance(option, click.Option) and not option.help] == []
+    assert [line for line in result.output.splitlines() if len(line) > 80] == []
+
+
+def test_serve_lists_every_engine_option() -> None:
+    output = CliRunner().invoke(gptoss_trt, ["serve", "--help"]).output
+    assert all(f"\n    {option.name} " in output for option in fields(EngineOptions))
+
+
+def test_the_line_to_try_asks_the_api_where_there_is_one() -> None:
+    assert "'Authorization: Bearer KEY'" in line_to_try("http://h:8000", "http://h:8080/v1", with_key=True)
+    command = line_to_try("http://h:8000", "http://h:8080/v1", with_key=False)
+    assert command.startswith('curl -s http://h:8080/v1/chat/completions -d \'{"messages"')
+    assert "/v2/models/ensemble/generate" in line_to_try("http://h:8000", None, with_key=False)
 
 
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
