@@ -26,6 +26,7 @@ STATUS_OF_HTTP = {
     504: "DEADLINE_EXCEEDED",
 }
 MAX_LAYERS = 4
+NO_SERVER = "Is a server there? `gptoss-trt serve ENGINE_DIR` starts one; --url names another address."
 STATUSES = frozenset(STATUS_OF_HTTP.values())
 STATUS_OF_TYPE = {  # of an OpenAI-shaped error without a code that says more
     "invalid_request_error": "INVALID_ARGUMENT",

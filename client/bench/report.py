@@ -60,13 +60,13 @@ def throughput_table(lines: Sequence[Line]) -> Table:
 
 
 def latency_table(lines: Sequence[Line]) -> Table:
-    """A row a level: percentiles of time to first token, time between tokens and the whole answer, in ms."""
-    measures = {"ttft_ms": "first", "tpot_ms": "next", "e2e_ms": "whole"}
+    """A row a level: percentiles of TTFT (first token), TPOT (between tokens) and E2E (the whole answer), in ms."""
+    measures = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "E2E"}
     headers = ["load", *(f"{name}\n{rank}" for name in measures.values() for rank in RANKS)]
     rows = [
         [line["load"], *(_number(line[measure].get(rank)) for measure in measures for rank in RANKS)] for line in lines
     ]
-    return _table("milliseconds to the first token, to each next one, for the whole answer", headers, rows)
+    return _table("latency, ms: first token, between tokens, whole answer", headers, rows)
 
 
 def print_tables(lines: Sequence[Line], console: Console) -> None:

@@ -20,7 +20,7 @@ from gptoss_trt.client.bench.report import Line, json_line, print_tables, write_
 from gptoss_trt.client.bench.sweep import Sweep, run_sweep
 from gptoss_trt.client.bench.workload import Lengths
 from gptoss_trt.client.connect import DEFAULT_URL, split_url
-from gptoss_trt.client.errors import ServerError
+from gptoss_trt.client.errors import NO_SERVER, ServerError
 from gptoss_trt.client.requests import Sampling
 
 DEFAULT_CONCURRENCY = (1.0, 2.0, 4.0, 8.0)
@@ -156,7 +156,7 @@ def serve(**options: Any) -> None:
     try:
         results = asyncio.run(run_sweep(sweep, on_line))
     except ServerError as error:
-        raise click.ClickException(f"{sweep.url}: {error}") from error
+        raise click.ClickException(f"{sweep.url}: {error}\n{NO_SERVER}") from error
     finish(options, [line for line, _level in results], [level for _line, level in results])
 
 
@@ -188,7 +188,9 @@ def sweep_of(options: dict[str, Any]) -> Sweep:
 def finish(options: dict[str, Any], lines: list[Line], levels: list[Level]) -> None:
     """Prints and writes what was asked for; exits with 1 when nothing succeeded."""
     if not options["as_json"]:
-        print_tables(lines, Console())
+        console = Console()
+        console.print(f"{options['model']} at {options['url']}: {_load_text(options)}", markup=False, highlight=False)
+        print_tables(lines, console)
     if options["report"] is not None:
         settings = {name: _shown(value) for name, value in options.items() if value is not None}
         write_report(options["report"], settings, lines)
@@ -203,3 +205,11 @@ def finish(options: dict[str, Any], lines: list[Line], levels: list[Level]) -> N
 
 def _shown(value: Any) -> str:
     return ", ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else str(value)
+
+
+def _load_text(options: dict[str, Any]) -> str:
+    """What every level sent, in words."""
+    sampled = "greedy" if options["temperature"] is None else f"temperature {options['temperature']:g}"
+    if options["dataset"] is not None:
+        return f"{options['dataset']}, {sampled}"
+    return f"{options['input_tokens']} tokens in, {options['output_tokens']} out, {sampled}"

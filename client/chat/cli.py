@@ -16,7 +16,7 @@ from gptoss_trt.client.chat.inputs import Inputs, LineInputs, TerminalInputs
 from gptoss_trt.client.chat.loop import COMMANDS, ChatLoop
 from gptoss_trt.client.chat.show import Display, JsonDisplay, PlainDisplay, TerminalDisplay
 from gptoss_trt.client.connect import DEFAULT_URL, connect
-from gptoss_trt.client.errors import ServerError
+from gptoss_trt.client.errors import NO_SERVER, ServerError
 
 EPILOG = """\b
 Examples:
@@ -78,14 +78,12 @@ def chat(
         try:
             client.wait_ready(["ensemble" if raw else "chat"], timeout_s=wait_s)
         except ServerError as error:
-            raise click.ClickException(f"{url}: {error}") from error
-        loop = ChatLoop(
-            client,
-            Conversation(Settings(tools=tools, **settings)),
-            open_inputs(),
-            open_display(as_json, show_reasoning),
-            raw=raw,
-        )
+            raise click.ClickException(f"{url}: {error}\n{NO_SERVER}") from error
+        inputs, display = open_inputs(), open_display(as_json, show_reasoning)
+        if inputs.interactive:
+            what = "ensemble, raw prompts" if raw else settings["model"]
+            display.notice(f"{what} at {url}\n/help lists the commands, Ctrl-C stops an answer, Ctrl-D ends\n")
+        loop = ChatLoop(client, Conversation(Settings(tools=tools, **settings)), inputs, display, raw=raw)
         try:
             failures = loop.run()
         except KeyboardInterrupt:

@@ -89,10 +89,10 @@ class TerminalDisplay:
 
     def _summary(self, finish: Finish) -> str:
         first_ms, total_s = 1000 * (self._first - self._started), time.monotonic() - self._started
-        parts = [f"first text {first_ms:.0f} ms, {total_s:.1f} s"]
+        parts = [f"first text after {first_ms:.0f} ms, all in {total_s:.1f} s"]
         if "completion_tokens" in finish.usage:
             prompt, completion = finish.usage.get("prompt_tokens", 0), finish.usage["completion_tokens"]
-            parts.append(f"{prompt} + {completion} tokens")
+            parts.insert(0, f"{prompt} tokens in, {completion} out")
         if finish.reason == "length":
             parts.append("cut at the token limit")
         return "; ".join(parts)

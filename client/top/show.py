@@ -13,7 +13,7 @@ from rich.text import Text
 from gptoss_trt.client.top.figures import PERCENTILES, Figures
 
 BAR_COLUMNS = 30
-CELL_COLUMNS = 10
+CELL_COLUMNS = 11
 LATENCY_TITLES = {"ttft": "first token", "between_tokens": "between tokens", "queue": "queue"}
 
 
@@ -57,8 +57,9 @@ def _grid(*cells: tuple[str, str]) -> Table:
 
 
 def _requests(figures: Figures) -> Table:
+    titles = {"context": "prefill", "max": "max batch"}
     names = ("active", "scheduled", "context", "waiting", "paused", "max")
-    return _grid(*((name, number(figures.requests[name])) for name in names))
+    return _grid(*((titles.get(name, name), number(figures.requests[name])) for name in names))
 
 
 def _rates(figures: Figures) -> Table:
@@ -67,8 +68,8 @@ def _rates(figures: Figures) -> Table:
         ("out tok/s", number(figures.output_tokens_per_s)),
         ("done/s", number(figures.finished_per_s, 1)),
         ("steps/s", number(figures.steps_per_s, 1)),
-        ("memory", mebibytes(figures.memory_bytes["cpu"])),
-        ("GPU", mebibytes(figures.memory_bytes["gpu"])),
+        ("CPU mem", mebibytes(figures.memory_bytes["cpu"])),
+        ("GPU mem", mebibytes(figures.memory_bytes["gpu"])),
     )
 
 
@@ -96,9 +97,9 @@ def _latencies(figures: Figures) -> Table:
 
 def _counters(figures: Figures) -> Table:
     return _grid(
-        ("cached", share(figures.prefix_cache_hit_rate)),
-        ("reused", number(figures.kv_blocks["reused"])),
-        ("drafts", share(figures.draft_acceptance)),
+        ("prefix hits", share(figures.prefix_cache_hit_rate)),
+        ("KV reused", number(figures.kv_blocks["reused"])),
+        ("drafts ok", share(figures.draft_acceptance)),
         ("cancelled", number(figures.cancelled)),
         ("ok", number(figures.succeeded)),
         ("failed", number(figures.failed)),

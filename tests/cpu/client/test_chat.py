@@ -284,7 +284,7 @@ def test_a_terminal_gets_dimmed_reasoning_and_no_control_characters():
     assert "\x1b[2;3mthink \x1b[0m" in text
     assert "Hi\ufffd[31m" in text
     assert "word " * 20 in text.replace("\x1b[0m", "")
-    assert "2 + 3 tokens; cut at the token limit" in text
+    assert "2 tokens in, 3 out; first text after" in text and "; cut at the token limit" in text
 
 
 def test_json_lines_name_every_event():

@@ -86,7 +86,7 @@ def test_a_failed_turn_is_an_exit_status_and_a_line_on_stderr(served):
 def test_no_server_is_one_clear_line():
     done = chat("127.0.0.1:9", "a\n", "--wait", "0.2")
     assert (done.stdout, done.returncode) == ("", 1)
-    assert "grpc://127.0.0.1:9" in done.stderr
+    assert "grpc://127.0.0.1:9" in done.stderr and "gptoss-trt serve" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -156,6 +156,7 @@ def test_a_terminal_session(served, until):
 
     served.scripts["chat"] = script
     terminal = Terminal([sys.executable, "-m", "gptoss_trt", "chat", "--url", served.target])
+    assert f"gpt-oss at {served.target}" in terminal.expect("/help lists the commands")
     terminal.expect(PROMPT)
     terminal.send("hello\r")
     assert "\x1b[2;3mthinking" in terminal.expect("hello 1")
