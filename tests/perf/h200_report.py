@@ -14,6 +14,7 @@ from typing import Any
 RESULTS = Path(__file__).parent / "results"
 MODELS = ("gpt-oss-20b", "gpt-oss-120b")
 CONTEXTS, BATCHES, PROMPTS = ("1024", "8192"), ("1", "8", "32", "64", "128"), ("1024", "4096", "8192", "32768")
+COLORS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange")  # 20b and 120b at both contexts
 DENSE = {"bf16": "dense BF16", "fp8_block128": "dense FP8"}
 Cells = dict[tuple[str, ...], dict[str, Any]]
 
@@ -68,39 +69,60 @@ def plots(found: Cells, peer: dict[str, Any], folder: Path) -> None:
     for a million output tokens, vLLM's cells at the same price."""
     import matplotlib.pyplot as plt
 
-    plt.rcParams.update({"svg.hashsalt": "gptoss-trt", "font.size": 9})
-    series = [(model, context, dense) for model in MODELS for context in CONTEXTS for dense in DENSE]
-    figure, axes = plt.subplots(figsize=(6, 3.6))
-    for model, context, dense in series:
-        keys = [(b, ("decode", dense, model, context, b)) for b in BATCHES]
-        points = [(int(b), found[key]["share_of_bound"]) for b, key in keys if key in found]
-        if points:
-            style = "-" if dense == "bf16" else "--"
-            axes.plot(*zip(*points, strict=True), style, marker="o", label=_label(model, context, dense))
-    axes.set(xscale="log", xticks=[int(b) for b in BATCHES], ylim=(0, 1), xlabel="batch", ylabel="share of the bound")
-    axes.set_xticklabels(BATCHES)
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "share_of_bound.svg", metadata={"Date": None})
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+    plt.rcParams.update({"svg.hashsalt": "gptoss-trt", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3})
+    for name, draw in (("share_of_bound", _draw_share_of_bound), ("speed_cost", lambda a, f: _draw_cost(a, f, peer))):
+        figure, axes = plt.subplots(figsize=(6.4, 3.8))
+        draw(axes, found)
+        axes.legend(fontsize=7)
+        figure.tight_layout()
+        figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
+
+
+def _draw_share_of_bound(axes: Any, found: Cells) -> None:
+    """A colour for each model and context; dense FP8 dashed and hollow."""
+    for color, (model, context) in zip(COLORS, [(m, c) for m in MODELS for c in CONTEXTS], strict=True):
+        for dense, (line, fill) in {"bf16": ("-", color), "fp8_block128": ("--", "white")}.items():
+            keys = [(b, ("decode", dense, model, context, b)) for b in BATCHES]
+            points = [(int(b), found[key]["share_of_bound"]) for b, key in keys if key in found]
+            if points:
+                label = f"{_label(model, context)}, {DENSE[dense]}"
+                axes.plot(*zip(*points, strict=True), line, color=color, marker="o", markerfacecolor=fill, label=label)
+    axes.set(xscale="log", ylim=(0, 1), xlabel="batch", ylabel="share of the bound: least time / measured")
+    _plain_ticks(axes.xaxis, [int(batch) for batch in BATCHES])
+
+
+def _draw_cost(axes: Any, found: Cells, peer: dict[str, Any]) -> None:
+    """A colour for each model, a marker for each context, vLLM dotted; batches stand at the highest line's points."""
     price = next(r["usd_per_mtok"] * r["tok_s"] for r in found.values() if r["kind"] == "decode")
-    for model, color in zip(MODELS, ("tab:blue", "tab:orange"), strict=True):
+    for model, color in zip(MODELS, COLORS[::2], strict=True):
         for context, marker in zip(CONTEXTS, ("o", "s"), strict=True):
             ours = [(b, found[k]["tok_s"]) for b in BATCHES if (k := ("decode", "bf16", model, context, b)) in found]
             theirs = [(b, peer["decode_tok_s"][model][context][b]) for b in BATCHES]
             for points, style, who in ((ours, "-", "gptoss-trt"), (theirs, ":", "vLLM")):
                 if points:
                     x, y = zip(*((price / speed, speed / int(b)) for b, speed in points), strict=True)
-                    axes.plot(x, y, style, marker=marker, color=color, label=f"{who}, {_label(model, context, None)}")
-    axes.set(xscale="log", yscale="log", xlabel="USD for a million output tokens", ylabel="tokens/s of one user")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(folder / "speed_cost.svg", metadata={"Date": None})
+                    axes.plot(x, y, style, marker=marker, color=color, label=f"{who}, {_label(model, context)}")
+            if ours and (model, context) == (MODELS[0], CONTEXTS[0]):
+                for b, speed in ours:
+                    words = f"batch {b}" if b == BATCHES[0] else b
+                    place = {"xytext": (0, 6), "textcoords": "offset points", "ha": "center"}
+                    axes.annotate(words, (price / speed, speed / int(b)), fontsize=7, **place)
+    axes.margins(0.07)
+    hour = price * 3600 / 1e6
+    axes.set(xscale="log", yscale="log", ylabel="tokens/s of one user")
+    axes.set_xlabel(f"USD for a million output tokens, a GPU at {hour:.2f} USD an hour")
+    _plain_ticks(axes.xaxis, [0.05, 0.1, 0.2, 0.5, 1, 2])
+    _plain_ticks(axes.yaxis, [30, 50, 100, 200, 500])
 
 
-def _label(model: str, context: str, dense: str | None) -> str:
-    words = f"{model.removeprefix('gpt-oss-')} {int(context) // 1024}k"
-    return words if dense is None else f"{words}, {DENSE[dense]}"
+def _plain_ticks(axis: Any, values: list[float]) -> None:
+    """Numbers as people write them on a logarithmic axis, at these places only."""
+    axis.set_ticks(values, labels=[f"{value:g}" for value in values])
+    axis.set_ticks([], minor=True)
+
+
+def _label(model: str, context: str) -> str:
+    return f"{model.removeprefix('gpt-oss-')} {int(context) // 1024}k"
 
 
 def main() -> None:
