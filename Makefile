@@ -11,6 +11,7 @@ FUZZ_SECONDS ?= 600
 
 help:
 	@echo "make demo     build the demo engine, serve it from tritonserver and talk to it"
+	@echo "make setup    only install everything into $(VENV)"
 	@echo "make test     lint, types and every test that runs without a GPU"
 	@echo "make lint     ruff, mypy, clang-format"
 	@echo "make library  compile the CUDA library (nvcc)"
@@ -18,6 +19,8 @@ help:
 	@echo "make sanitize small shapes of every kernel under compute-sanitizer, on an H200"
 	@echo "make soak     load a server for SOAK_SECONDS=$(SOAK_SECONDS)"
 	@echo "make fuzz     fuzz for FUZZ_SECONDS=$(FUZZ_SECONDS)"
+	@echo "make format   ruff format, clang-format"
+	@echo "make clean    remove build outputs and caches of tools"
 
 setup:
 	@docker/install.sh $(VENV)
@@ -42,8 +45,11 @@ format: setup
 	@$(DEVICE_CODE) | xargs -r $(RUN)/clang-format -i
 
 library: setup
-	@$(RUN)/cmake -S plugins -B build/cuda -DCMAKE_BUILD_TYPE=Release
-	@$(RUN)/cmake --build build/cuda --parallel
+	@mkdir -p build/cuda
+	@echo "library: compiling plugins/csrc, about a minute; build/cuda/build.log has nvcc's output"
+	@{ $(RUN)/cmake -S plugins -B build/cuda -DCMAKE_BUILD_TYPE=Release && $(RUN)/cmake --build build/cuda --parallel; } \
+		>build/cuda/build.log 2>&1 || { grep -aE -A3 'rror' build/cuda/build.log | tail -40; exit 1; }
+	@echo "library: build/cuda/libgptoss_trt.so"
 
 wheel: setup
 	@$(RUN)/pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist .
