@@ -17,7 +17,7 @@ from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
 from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
-from gptoss_trt.runtime.model.cuda_graph import padded_width
+from gptoss_trt.runtime.model.graph_shapes import padded_width
 from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 E4M3 = torch.float8_e4m3fn

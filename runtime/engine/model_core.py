@@ -175,8 +175,8 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     for graphed, rows in ((model, chosen.max_batch * (1 + chosen.draft_tokens)), (draft, chosen.max_batch)):
         if isinstance(graphed, GraphedModel):
             began = time.monotonic()
-            graphs = graphed.warm(rows)
-            log.info("%d decode graphs in %.1f s", graphs, time.monotonic() - began)
+            graphs = graphed.warm(rows, chosen.step_tokens)
+            log.info("%d graphs in %.1f s", graphs, time.monotonic() - began)
     return GuidedCore(core, compiler)
 
 

@@ -1,16 +1,15 @@
-"""Decode steps as CUDA graphs: forward pass and drawing of tokens, one graph a shape, replayed from static buffers.
+"""Steps as CUDA graphs: forward pass and drawing of tokens, one graph a shape, replayed from static buffers.
 
-Invariant: a graph's shape is (padded batch, padded width of the block table); padding changes no real row, and a replay
-gives what the same step run eagerly gives. Two steps may be under way: the second takes tokens of the first on the
-device, and the host waits for an event behind the one whose tokens it wants, never for the stream. On a CPU the same
-steps run without capture. Must not know requests.
+Invariant: padding to a graph's shape changes no real row, and a replay gives what the same step run eagerly gives. Two
+steps may be under way: the second takes tokens of the first on the device, and the host waits for an event behind the
+one whose tokens it wants, never for the stream. On a CPU the same steps run without capture. Must not know requests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,44 +17,19 @@ import torch
 from gptoss_trt.ops import ops
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import Draws
+from gptoss_trt.runtime.model.graph_shapes import (
+    MAX_ROWS,
+    GraphShape,
+    is_decode,
+    padded_rows,
+    padded_width,
+    prompt_size,
+)
 from gptoss_trt.runtime.model.step_buffers import HOST_SETS, StepBuffers, StepShape
 
 Forward = Callable[[StepBatch], torch.Tensor]
 
-SMALL_BATCHES = (1, 2, 4, 8)
-BATCH_STEP = 8  # from 8 rows on
-MAX_ROWS = 256
-MIN_WIDTH = 32  # blocks of the narrowest table: parts without keys cost little, another graph a stall
-WARM_UPS = 2  # eager runs before a capture: kernels are compiled, libraries take their workspaces
-
-
-def padded_rows(rows: int) -> int:
-    """The batch size of the graph that serves `rows` sequences: 1, 2, 4, 8, then steps of 8."""
-    return next((size for size in SMALL_BATCHES if rows <= size), -(-rows // BATCH_STEP) * BATCH_STEP)
-
-
-def padded_width(blocks: int) -> int:
-    """The width of the block table of the graph that serves `blocks` blocks a sequence: a power of two."""
-    return max(MIN_WIDTH, 1 << (blocks - 1).bit_length())
-
-
-def graph_sizes(most: int) -> list[int]:
-    """Every batch size that has a graph of its own, up to the one that serves `most` sequences."""
-    return sorted({padded_rows(rows) for rows in range(1, min(most, MAX_ROWS) + 1)})
-
-
-def is_decode(batch: StepBatch) -> bool:
-    """Whether a batch in host memory is what a graph can run: one new token a sequence, a row of logits for each."""
-    sequences = len(batch.context_lens)
-    return (
-        0 < sequences <= MAX_ROWS
-        and len(batch.token_ids) == len(batch.logits_rows) == sequences
-        and _one_each(batch.query_start.numpy())
-    )
-
-
-def _one_each(starts: np.ndarray[Any, np.dtype[np.int32]]) -> bool:
-    return bool((starts[1:] - starts[:-1] == 1).all())
+WARM_UPS = 1  # eager runs before a capture: kernels are compiled, libraries take their workspaces
 
 
 class Launched:
@@ -74,34 +48,54 @@ class Launched:
         return tokens
 
 
+class _Ends(NamedTuple):
+    """What a step leaves."""
+
+    tokens: bool
+    logits: bool
+
+
 @dataclass
 class _Graph:
-    """One shape: whether it ends with tokens, its views of the buffers, the captured work (None on a CPU), its
-    output."""
+    """One shape: what it ends with, its views of the buffers, the captured work (None on a CPU), its logits, or its
+    tokens where it leaves no logits."""
 
-    draws: bool
+    ends: _Ends
     shape: StepShape
     work: torch.cuda.CUDAGraph | None
     output: torch.Tensor
 
 
-class DecodeGraphs:
-    """Runs decode steps of `forward`, a function of device batches whose logits are fp32 [R, vocabulary].
+class StepGraphs:
+    """Runs steps of `forward`, a function of device batches whose logits are fp32 [R, vocabulary].
 
-    `full_width` and `window_width`: blocks of either pool that one decoding sequence holds at most.
+    `full_width` and `window_width`: blocks of either pool that one decoding sequence holds at most. With
+    `prompt_tokens` steps of prompts of up to that many tokens with their padding are served too; those see
+    `prompt_window` blocks of a window at most.
     """
 
     def __init__(
-        self, forward: Forward, vocabulary: int, full_width: int, window_width: int, device: torch.device
+        self,
+        forward: Forward,
+        vocabulary: int,
+        full_width: int,
+        window_width: int,
+        device: torch.device,
+        *,
+        prompt_tokens: int = 0,
+        prompt_window: int = 0,
     ) -> None:
         self._forward = forward
         self._vocabulary = vocabulary
         self._device = device
         self._on_gpu = device.type == "cuda"
-        self._buffers = StepBuffers(MAX_ROWS, padded_width(full_width), window_width, device)
+        self._buffers = StepBuffers(
+            MAX_ROWS, padded_width(full_width), window_width, device,
+            prompt_tokens=prompt_tokens, prompt_window=prompt_window,
+        )  # fmt: skip
         self._events = [self._event() for _ in range(HOST_SETS)]  # behind the last step that used each host memory
         self._turn = 0
-        self._graphs: dict[tuple[bool, int, int], _Graph] = {}
+        self._graphs: dict[tuple[_Ends, GraphShape], _Graph] = {}
         self._last: _Graph | None = None
         self._logits: torch.Tensor | None = None  # where graphs that end with logits put them
         self._pool: Any = None  # one memory pool for all graphs: none runs beside another
@@ -110,11 +104,26 @@ class DecodeGraphs:
     def __len__(self) -> int:
         return len(self._graphs)
 
+    def shape_for(self, batch: StepBatch) -> GraphShape | None:
+        """The shape of the graph that serves a batch in host memory, None where none does."""
+        sequences = len(batch.context_lens)
+        if is_decode(batch):
+            return GraphShape(padded_rows(sequences), padded_rows(sequences), padded_width(batch.full_blocks.shape[1]))
+        return self.prompt_shape(len(batch.token_ids), sequences, len(batch.logits_rows))
+
+    def prompt_shape(self, tokens: int, sequences: int, logits: int) -> GraphShape | None:
+        """The shape of the graph that serves a step of prompts with so many rows of logits, None where none does."""
+        size = prompt_size(tokens, sequences)
+        if size is None or size[0] > self._buffers.prompt_tokens or logits > size[1]:
+            return None
+        return GraphShape(*size, self._buffers.full_width)
+
     @torch.inference_mode()
     def launch(self, batch: StepBatch, draws: Draws) -> Launched:
-        """Starts a decode step whose batch lies in host memory; it ends with the next token of each sequence."""
+        """Starts a step whose batch lies in host memory and has a shape; it ends with a token for each row of its
+        logits."""
         self._run(True, batch, draws)
-        return self._launched(len(batch.context_lens))
+        return self._launched(len(batch.logits_rows))
 
     @torch.inference_mode()
     def draw(self, logits: torch.Tensor, draws: Draws) -> Launched:
@@ -146,24 +155,32 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Logits fp32 [R, vocabulary] of a decode batch in host memory; the next call overwrites them."""
-        rows = len(batch.context_lens)
+        """Logits fp32 [R, vocabulary] of a batch in host memory that has a shape; the next call overwrites them."""
+        rows = len(batch.logits_rows)
         graph = self._run(False, batch, Draws.greedy(rows))
         self._launched(0)
         return graph.output[:rows]
 
     @torch.inference_mode()
     def prepare(self, rows: int, blocks: int, *, draws: bool = True) -> None:
-        """Captures the graph for up to `rows` sequences of up to `blocks` blocks, unless it is there."""
-        self._graph(draws, padded_rows(rows), padded_width(blocks))
+        """Captures the graph for up to `rows` decoding sequences of up to `blocks` blocks, unless it is there."""
+        self._graph(draws, GraphShape(padded_rows(rows), padded_rows(rows), padded_width(blocks)))
+
+    @torch.inference_mode()
+    def prepare_prompts(self, tokens: int, sequences: int) -> None:
+        """Captures the graph for steps of prompts of up to so many tokens and sequences, unless it is there or
+        steps of that size have none."""
+        shape = self.prompt_shape(tokens, sequences, 0)
+        if shape is not None:
+            self._graph(True, shape)
 
     @torch.inference_mode()
     def run_again(self) -> torch.Tensor:
-        """The last step once more, eagerly, with the inputs that still are in its buffers: tokens int32 [padded R] or
-        logits [padded R, vocabulary], as that step gave. For measuring and comparing."""
+        """The last step once more, eagerly, with the inputs that still are in its buffers: logits [padded R,
+        vocabulary] or, where it kept none, tokens int32 [padded R], as that step gave. For measuring and comparing."""
         graph = self._last_graph()
-        output = self._step(graph.draws, graph.shape)
-        return output[int(graph.shape.turn)].clone() if graph.draws else output  # reading it waits for the step
+        output = self._step(graph.ends, graph.shape)
+        return output if graph.ends.logits else output[int(graph.shape.turn)].clone()  # reading it waits
 
     @property
     def last_work(self) -> torch.cuda.CUDAGraph | None:
@@ -172,40 +189,48 @@ class DecodeGraphs:
 
     def _last_graph(self) -> _Graph:
         if self._last is None:
-            raise RuntimeError("no decode step has run yet")
+            raise RuntimeError("no step has run yet")
         return self._last
 
-    def _run(self, ends_with_tokens: bool, batch: StepBatch, draws: Draws) -> _Graph:
-        rows, width = padded_rows(len(batch.context_lens)), padded_width(batch.full_blocks.shape[1])
-        graph = self._graph(ends_with_tokens, rows, width)
+    def _run(self, draws_tokens: bool, batch: StepBatch, draws: Draws) -> _Graph:
+        shape = self.shape_for(batch)
+        if shape is None:
+            raise ValueError(
+                f"no graph serves a step of {len(batch.token_ids)} tokens, {len(batch.context_lens)} sequences and "
+                f"{len(batch.logits_rows)} rows of logits"
+            )
+        graph = self._graph(draws_tokens, shape)
         self._next_turn()
         graph.shape.fill(batch, draws, self._turn)
         if graph.work is None:
-            graph.output = self._step(ends_with_tokens, graph.shape)
+            graph.output = self._step(graph.ends, graph.shape)
         else:
             graph.work.replay()
         self._last = graph
         return graph
 
-    def _graph(self, draws: bool, rows: int, width: int) -> _Graph:
-        key = (draws, rows, width)
+    def _graph(self, draws: bool, shape: GraphShape) -> _Graph:
+        """A step of prompts ends with both, which costs it little; one that decodes with what is asked for."""
+        ends = _Ends(draws or not shape.decodes, not draws or not shape.decodes)
+        key = (ends, shape)
         if key not in self._graphs:
-            shape = self._buffers.shape(rows, width)
-            if not draws and self._logits is None:
+            if ends.logits and self._logits is None:
                 self._logits = torch.empty((MAX_ROWS, self._vocabulary), dtype=torch.float32, device=self._device)
-            self._graphs[key] = _Graph(draws, shape, *self._capture(draws, shape))
+            views = self._buffers.shape(shape)
+            self._graphs[key] = _Graph(ends, views, *self._capture(ends, views))
         return self._graphs[key]
 
-    def _step(self, draws: bool, shape: StepShape) -> torch.Tensor:
+    def _step(self, ends: _Ends, shape: StepShape) -> torch.Tensor:
         logits = self._forward(shape.batch)
-        if draws:
-            buffers, rows = self._buffers, shape.rows
+        buffers, rows = self._buffers, shape.rows
+        if ends.tokens:
             ops.sample(logits, shape.temperature, shape.share, shape.turn, buffers.landing, buffers.drawn[:rows])
+        if not ends.logits:
             return buffers.landing[:, :rows]
         assert self._logits is not None
-        return self._logits[: shape.rows].copy_(logits)
+        return self._logits[:rows].copy_(logits)
 
-    def _capture(self, draws: bool, shape: StepShape) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
+    def _capture(self, ends: _Ends, shape: StepShape) -> tuple[torch.cuda.CUDAGraph | None, torch.Tensor]:
         if self._stream is None:
             return None, torch.empty(0)
         torch.cuda.current_stream(self._device).synchronize()  # a step under way reads the buffers
@@ -214,10 +239,10 @@ class DecodeGraphs:
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UPS):
-                self._step(draws, shape)  # all rows are padding: nothing is written to the cache
+                self._step(ends, shape)  # all rows are padding: nothing is written to the cache
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
-            output = self._step(draws, shape)
+            output = self._step(ends, shape)
         self._pool = graph.pool()
         torch.cuda.current_stream(self._device).wait_stream(self._stream)
         torch.cuda.current_stream(self._device).synchronize()

@@ -1,4 +1,5 @@
-"""A model that takes its batches in host memory and runs decode steps as graphs, with the drawing of tokens inside.
+"""A model that takes its batches in host memory and runs steps that are not too large as graphs, with the drawing of
+tokens inside.
 
 Invariant: it gives the logits of the model it holds. Must not know requests or sockets.
 """
@@ -11,9 +12,11 @@ from dataclasses import fields
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
+from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.model.batch import StepBatch
-from gptoss_trt.runtime.model.cuda_graph import MAX_ROWS, DecodeGraphs, Launched, graph_sizes, is_decode
+from gptoss_trt.runtime.model.cuda_graph import Launched, StepGraphs
 from gptoss_trt.runtime.model.draw import Draws
+from gptoss_trt.runtime.model.graph_shapes import MAX_ROWS, MOST_PROMPT_TOKENS, graph_sizes, prompt_sizes
 from gptoss_trt.runtime.model.model import GptOssModel
 from gptoss_trt.runtime.model.step_buffers import ALIGNMENT
 
@@ -23,7 +26,7 @@ class GraphedModel:
 
     def __init__(self, model: GptOssModel) -> None:
         self.model = model
-        self.graphs: DecodeGraphs | None = None
+        self.graphs: StepGraphs | None = None
 
     @property
     def config(self) -> ModelConfig:
@@ -38,21 +41,37 @@ class GraphedModel:
         self.graphs = None  # they read the old pools
         self.model.allocate_kv(full_blocks, window_blocks, block_tokens)
         full = min(full_blocks, -(-self.config.max_context // block_tokens))
-        window = -(-(self.config.sliding_window - 1) // block_tokens) + 1
-        self.graphs = DecodeGraphs(self.model.forward, self.config.vocab_size, full, window, self.model.device)
+        prompt_tokens = self._most_prompt_tokens()
+        self.graphs = StepGraphs(
+            self.model.forward, self.config.vocab_size, full, self._window_blocks(1, block_tokens), self.model.device,
+            prompt_tokens=prompt_tokens, prompt_window=self._window_blocks(prompt_tokens, block_tokens),
+        )  # fmt: skip
 
-    def warm(self, most: int) -> int:
+    def _most_prompt_tokens(self) -> int:
+        """Of a step of prompts that is a graph; 0 where all of them run eagerly. With results that do not depend on the
+        batch each token reads its keys in parts by the width of the table, and a graph's is the widest."""
+        if dispatch.is_invariant():
+            return 0
+        return MOST_PROMPT_TOKENS if self.model.tap is None else min(MOST_PROMPT_TOKENS, self.model.tap.tokens)
+
+    def _window_blocks(self, tokens: int, block_tokens: int) -> int:
+        """Blocks of the window pool that a sequence with so many new tokens sees or writes at most."""
+        return -(-(self.config.sliding_window - 2 + tokens) // block_tokens) + 1
+
+    def warm(self, most: int, step_tokens: int = 0) -> int:
         """Makes the graphs of every batch size up to `most` sequences of MIN_WIDTH blocks each, so that no request of
-        ordinary length waits for one; longer ones are made when they come. Returns their number."""
+        ordinary length waits for one, and those of steps of prompts of up to `step_tokens` tokens; others are made when
+        they come. Returns their number."""
         graphs = self._made()
-        sizes = graph_sizes(most)
-        for rows in sizes:
+        for tokens, sequences in prompt_sizes(step_tokens, most):
+            graphs.prepare_prompts(tokens, sequences)  # the largest first: the others find their memory
+        for rows in graph_sizes(most):
             graphs.prepare(rows, 1)
-        return len(sizes)
+        return len(graphs)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
-        if self.graphs is not None and is_decode(batch):
+        if self.graphs is not None and self.graphs.shape_for(batch) is not None:
             return self.graphs.logits(batch)
         return self.model.forward(self._moved(batch))
 
@@ -66,7 +85,7 @@ class GraphedModel:
         `most_draws` (the op `sample`; -1: the logits are not finite). Tokens may come from the step launched before
         it."""
         graphs = self._made()
-        if is_decode(batch):
+        if graphs.shape_for(batch) is not None:
             return graphs.launch(batch, draws)
         moved = self._moved(batch)
         if draws.source is not None:
@@ -98,7 +117,7 @@ class GraphedModel:
             *(there[first : first + part.numel()].view(part.shape) for first, part in zip(firsts, parts, strict=True))
         )
 
-    def _made(self) -> DecodeGraphs:
+    def _made(self) -> StepGraphs:
         if self.graphs is None:
             raise RuntimeError("allocate_kv comes before the first step")
         return self.graphs

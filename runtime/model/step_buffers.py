@@ -1,4 +1,4 @@
-"""What decode steps read: one block of device memory for every shape of step, filled from the host by one copy.
+"""What captured steps read: one block of device memory for every shape of step, filled from the host by one copy.
 
 Invariant: the tensors of a shape never move, so a captured graph may read them; rows behind the real ones are padding
 as ops/schemas.py says (no block, context 0, not counted). There are two blocks of host memory, so that a step's inputs
@@ -15,55 +15,79 @@ from numpy.typing import NDArray
 from gptoss_trt.ops import ops
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.draw import Draws
+from gptoss_trt.runtime.model.graph_shapes import GraphShape
 
 ALIGNMENT = 32  # int32 words: 128 bytes
 HOST_SETS = 2
 _FLOATS = ("temperature", "share")
-_VECTORS = ("token_ids", "source", "positions", "context_lens", "window_first_block", *_FLOATS)
 
 
 class StepBuffers:
-    """Memory for steps of at most `rows` sequences and tables of `full_width` and `window_width` blocks."""
+    """Memory for steps of at most `rows` sequences and tables of `full_width` and `window_width` blocks; with
+    `prompt_tokens` for steps of prompts of that many tokens too, whose window tables have `prompt_window` blocks."""
 
-    def __init__(self, rows: int, full_width: int, window_width: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        rows: int,
+        full_width: int,
+        window_width: int,
+        device: torch.device,
+        *,
+        prompt_tokens: int = 0,
+        prompt_window: int = 0,
+    ) -> None:
         self.rows = rows
+        self.prompt_tokens = prompt_tokens
         self.full_width = full_width
         self.window_width = window_width
-        total = sum(_aligned(size) for size in _sizes(rows, full_width, window_width).values())
+        self.prompt_window = prompt_window
+        largest = [GraphShape(rows, rows, full_width)]
+        if prompt_tokens:
+            largest.append(GraphShape(prompt_tokens, rows, full_width))
+        total = max(sum(map(_aligned, self.sizes(shape).values())) for shape in largest)
         self.memory = torch.zeros(total, dtype=torch.int32, device=device)
         self.drawn = torch.zeros(rows, dtype=torch.int32, device=device)  # by the step before, never negative
-        self.fed = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.fed = torch.zeros(max(rows, prompt_tokens), dtype=torch.int32, device=device)
         self.order = torch.arange(rows, dtype=torch.int32, device=device)
         pinned = device.type == "cuda"
         self.host = [torch.zeros(total, dtype=torch.int32, pin_memory=pinned) for _ in range(HOST_SETS)]
         self.landing = torch.zeros((HOST_SETS, rows), dtype=torch.int32, pin_memory=pinned)
 
-    def shape(self, rows: int, full_width: int) -> StepShape:
-        """The views of steps of `rows` sequences whose full tables have `full_width` blocks.
-
-        Raises ValueError for more than there is memory for.
-        """
-        if rows > self.rows or full_width > self.full_width:
+    def shape(self, shape: GraphShape) -> StepShape:
+        """The views of steps of this shape. Raises ValueError for more than there is memory for."""
+        most = self.rows if shape.decodes else self.prompt_tokens
+        if shape.sequences > self.rows or shape.width > self.full_width or shape.tokens > most:
             raise ValueError(
-                f"a step of {rows} sequences of {full_width} blocks; there is memory for {self.rows} of "
-                f"{self.full_width}"
+                f"a step of {shape.tokens} tokens and {shape.sequences} sequences of {shape.width} blocks; there is "
+                f"memory for {most} and {self.rows} of {self.full_width}"
             )
-        return StepShape(self, rows, full_width)
+        return StepShape(self, shape)
+
+    def sizes(self, shape: GraphShape) -> dict[str, int]:
+        """Words of each part of a step's memory, in its order."""
+        tokens, sequences = shape.tokens, shape.sequences
+        parts = dict.fromkeys(("token_ids", "source", "positions"), tokens)
+        parts |= dict.fromkeys(("context_lens", "window_first_block", *_FLOATS), sequences)
+        parts |= {"turn": 1, "query_start": sequences + 1}
+        if not shape.decodes:
+            parts["logits_rows"] = sequences
+        window = self.window_width if shape.decodes else self.prompt_window
+        return parts | {"window_blocks": sequences * window, "full_blocks": sequences * shape.width}
 
 
 class StepShape:
-    """A decode batch of `rows` sequences in the memory of `buffers`, with what draws tokens."""
+    """A batch of one shape in the memory of `buffers`, with what draws tokens."""
 
-    def __init__(self, buffers: StepBuffers, rows: int, full_width: int) -> None:
-        self.rows = rows
+    def __init__(self, buffers: StepBuffers, shape: GraphShape) -> None:
+        self.rows = shape.sequences
         self._buffers = buffers
-        sizes = _sizes(rows, full_width, buffers.window_width)
+        sizes = buffers.sizes(shape)
         places: dict[str, slice] = {}
         end = 0
         for name, size in sizes.items():
             places[name] = slice(end, end + size)
             end += _aligned(size)
-        tables = {"full_blocks": (rows, full_width), "window_blocks": (rows, buffers.window_width)}
+        tables = {name: (self.rows, sizes[name] // self.rows) for name in ("full_blocks", "window_blocks")}
         there = {name: buffers.memory[place].view(tables.get(name, (-1,))) for name, place in places.items()}
         self.temperature, self.share = (there[name].view(torch.float32) for name in _FLOATS)
         self.turn = there["turn"]
@@ -73,16 +97,15 @@ class StepShape:
             for host in buffers.host
         ]
         self._source_at = places["source"].start
-        self._starts = np.arange(rows + 1, dtype=np.int32)
         self.batch = StepBatch(
-            token_ids=buffers.fed[:rows],
+            token_ids=buffers.fed[: shape.tokens],
             positions=there["positions"],
             query_start=there["query_start"],
             context_lens=there["context_lens"],
             full_blocks=there["full_blocks"],
             window_blocks=there["window_blocks"],
             window_first_block=there["window_first_block"],
-            logits_rows=buffers.order[:rows],
+            logits_rows=buffers.order[: self.rows] if shape.decodes else there["logits_rows"],
         )
 
     def clear(self) -> None:
@@ -93,39 +116,25 @@ class StepShape:
         self.fill(none, Draws.greedy(0), 0)
 
     def fill(self, batch: StepBatch, draws: Draws, chosen: int) -> None:
-        """Copies a decode batch in host memory, at most `rows` sequences of one token each, into host block `chosen`,
-        starts its way to the device and takes the tokens there that the step before draws. The step that read this
-        block last must have ended."""
-        real = len(batch.context_lens)
+        """Copies a batch in host memory, which this shape has room for, into host block `chosen`, starts its way to the
+        device and takes the tokens there that the step before draws. The step that read this block last must have
+        ended."""
         fields = self._host[chosen]
         for name in ("token_ids", "positions", "context_lens", "window_first_block"):
-            _fill(fields[name], getattr(batch, name).numpy(), real)
-        _fill(fields["temperature"], draws.temperature, real)
-        _fill(fields["share"], draws.share, real)
+            _fill(fields[name], getattr(batch, name).numpy())
+        if "logits_rows" in fields:
+            _fill(fields["logits_rows"], batch.logits_rows.numpy())
+        _fill(fields["temperature"], draws.temperature)
+        _fill(fields["share"], draws.share)
         fields["source"][:] = -1
         if draws.source is not None:
-            fields["source"][:real] = draws.source
+            fields["source"][: len(draws.source)] = draws.source
         fields["turn"][:] = chosen
-        np.minimum(self._starts, real, out=fields["query_start"])
+        starts = batch.query_start.numpy()
+        _fill(fields["query_start"], starts, starts[-1])
         for name in ("full_blocks", "window_blocks"):
-            table, field = getattr(batch, name).numpy(), fields[name]
-            width = table.shape[1]
-            field[:real, :width] = table
-            if width < field.shape[1]:
-                field[:real, width:] = -1
-            if real < self.rows:
-                field[real:] = -1
+            _fill_table(fields[name], getattr(batch, name).numpy())
         ops.feed(self._blocks[chosen], self._buffers.drawn, self._source_at, self._memory, self.batch.token_ids)
-
-
-def _sizes(rows: int, full_width: int, window_width: int) -> dict[str, int]:
-    vectors = dict.fromkeys(_VECTORS, rows)
-    return vectors | {
-        "turn": 1,
-        "query_start": rows + 1,
-        "window_blocks": rows * window_width,
-        "full_blocks": rows * full_width,
-    }
 
 
 def _aligned(size: int) -> int:
@@ -139,7 +148,17 @@ def _numpy(part: torch.Tensor, name: str, table: tuple[int, int] | None) -> NDAr
     return values if table is None else values.reshape(table)
 
 
-def _fill(field: NDArray[np.generic], values: NDArray[np.generic], real: int) -> None:
+def _fill(field: NDArray[np.generic], values: NDArray[np.generic], padding: int = 0) -> None:
+    real = len(values)
     field[:real] = values
     if real < len(field):
-        field[real:] = 0
+        field[real:] = padding
+
+
+def _fill_table(field: NDArray[np.generic], table: NDArray[np.generic]) -> None:
+    real, width = table.shape
+    field[:real, :width] = table
+    if width < field.shape[1]:
+        field[:real, width:] = -1
+    if real < len(field):
+        field[real:] = -1

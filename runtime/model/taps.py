@@ -14,6 +14,7 @@ class FeatureTap:
     tokens. `features` [tokens, layers * hidden], bf16: one layer's behind the other's."""
 
     def __init__(self, layers: tuple[int, ...], tokens: int, hidden: int, device: torch.device) -> None:
+        self.tokens = tokens
         self._columns = [(layer, slice(place * hidden, (place + 1) * hidden)) for place, layer in enumerate(layers)]
         self.features = torch.zeros((tokens, len(layers) * hidden), dtype=torch.bfloat16, device=device)
 

@@ -21,8 +21,8 @@ from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch, load_model
-from gptoss_trt.runtime.model.cuda_graph import padded_rows, padded_width
 from gptoss_trt.runtime.model.draw import Draws
+from gptoss_trt.runtime.model.graph_shapes import padded_rows, padded_width
 from gptoss_trt.runtime.model.loader import RankWeights, random_weights
 
 QUESTIONS = ("What is 12 + 30?", "Which city is the capital of France?", "Say hello.", "How many days has a week?")

@@ -56,7 +56,7 @@ def load_draft(options: EngineOptions, engine_dir: Path, target: GptOssModel, de
     if options.speculation == "draft":
         return _load_draft_model(path, engine_dir, target.config, device)
     if options.speculation == "eagle3":
-        from gptoss_trt.runtime.model.cuda_graph import MAX_ROWS
+        from gptoss_trt.runtime.model.graph_shapes import MAX_ROWS
 
         head = EagleHead(path, target.config, target.embedding, target.device)
         most = max(options.step_tokens, MAX_ROWS)

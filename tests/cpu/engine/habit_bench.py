@@ -30,6 +30,7 @@ class HabitModel:
 
     config = ModelConfig(2, 8, 8, 2, 1, 1, 1, 8, VOCABULARY, ("sliding_attention", "full_attention"), WINDOW, 200)
     device = torch.device("cpu")
+    tap = None
 
     def __init__(self, seed: int = 3, spread: float = 4.0) -> None:
         self.steps: list[tuple[int, int]] = []  # sequences, tokens

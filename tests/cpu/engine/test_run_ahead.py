@@ -28,6 +28,7 @@ class PagedModel:
 
     config = ModelConfig(2, 8, 8, 2, 1, 1, 1, 8, VOCABULARY, ("sliding_attention", "full_attention"), WINDOW, 200)
     device = torch.device("cpu")
+    tap = None
 
     def __init__(self) -> None:
         self.table = torch.randn((997, VOCABULARY), generator=torch.Generator().manual_seed(3)) * 4
