@@ -1,7 +1,9 @@
-"""Tables and plots of the results file: `python tests/perf/h200_report.py [--plots FOLDER]`.
+"""Tables and plots of the results files: `python tests/perf/h200_report.py [--readme FILE] [--plots FOLDER]`.
 
-Reads tests/perf/results/h200.jsonl (the last record of a cell counts) and vllm_h200.json beside it; prints Markdown
-tables, dense BF16 and FP8 apart, and with --plots writes share_of_bound.svg and speed_cost.svg (needs matplotlib).
+Reads tests/perf/results/h200.jsonl (the last record of a cell counts), vllm_h200.json and triton_h200.jsonl beside it;
+prints Markdown tables, dense BF16 and FP8 apart. --readme puts them into a file between the lines
+`<!-- results: h200 -->` (or triton) and `<!-- end -->`; --plots writes share_of_bound.svg and speed_cost.svg (needs
+matplotlib).
 """
 
 from __future__ import annotations
@@ -16,6 +18,13 @@ MODELS = ("gpt-oss-20b", "gpt-oss-120b")
 CONTEXTS, BATCHES, PROMPTS = ("1024", "8192"), ("1", "8", "32", "64", "128"), ("1024", "4096", "8192", "32768")
 COLORS = ("tab:blue", "tab:cyan", "tab:red", "tab:orange")  # 20b and 120b at both contexts
 DENSE = {"bf16": "dense BF16", "fp8_block128": "dense FP8"}
+SERVED = (  # row, way, key of the records, format
+    ("over gRPC, all streams decoding", "tensorrt_llm", "tok_s", ",.0f"),
+    ("at the engine's socket", "engine", "tok_s", ",.0f"),
+    ("over gRPC, first submission to last token", "tensorrt_llm", "all_tok_s", ",.0f"),
+    ("at the engine's socket", "engine", "all_tok_s", ",.0f"),
+    ("tokens a response", "tensorrt_llm", "tokens_a_response", ".2f"),
+)
 Cells = dict[tuple[str, ...], dict[str, Any]]
 
 
@@ -50,6 +59,23 @@ def rows(found: Cells, peer: dict[str, Any]) -> list[str]:
         for key, words in (("prefill_ms", "vLLM (best run)"), ("goal_prefill_ms", "goal")):
             lines.append(_row(words, [f"{peer[key][model][tokens]:g}" for tokens in PROMPTS]))
     return lines
+
+
+def served_rows(path: Path) -> list[str]:
+    """One Markdown table: the load of served_decode.py over gRPC and at the engine's socket."""
+    found = {(r["way"], r["concurrency"]): r for r in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
+    streams = sorted({concurrency for _, concurrency in found})
+    lines = ["| tokens/s | " + " | ".join([f"{streams[0]} stream", *map(str, streams[1:])]) + " |"]
+    lines.append("|---" * (len(streams) + 1) + "|")
+    for name, way, key, form in SERVED:
+        lines.append(_row(name, [format(found[way, concurrency][key], form) for concurrency in streams]))
+    return lines
+
+
+def put_into(text: str, name: str, lines: list[str]) -> str:
+    """`text` with `lines` between the marks of `name`. Raises ValueError without them."""
+    start = text.index(begin := f"<!-- results: {name} -->\n") + len(begin)
+    return "\n".join([text[:start], *lines, "", text[text.index("<!-- end -->", start) :]])
 
 
 def _row(name: str, values: list[str]) -> str:
@@ -128,11 +154,19 @@ def _label(model: str, context: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--results", type=Path, default=RESULTS / "h200.jsonl")
+    parser.add_argument("--readme", type=Path, help="file whose tables are replaced")
     parser.add_argument("--plots", type=Path, help="folder for the two plots")
     options = parser.parse_args()
     found = cells(options.results)
     peer = json.loads((RESULTS / "vllm_h200.json").read_text(encoding="utf-8"))
-    print("\n".join(rows(found, peer)))
+    tables = {"h200": rows(found, peer), "triton": served_rows(RESULTS / "triton_h200.jsonl")}
+    if options.readme is None:
+        print("\n\n".join("\n".join(lines) for lines in tables.values()))
+    else:
+        text = options.readme.read_text(encoding="utf-8")
+        for name, lines in tables.items():
+            text = put_into(text, name, lines)
+        options.readme.write_text(text, encoding="utf-8")
     if options.plots is not None:
         plots(found, peer, options.plots)
 
