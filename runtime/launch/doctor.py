@@ -78,6 +78,8 @@ def gpu_finding() -> Finding:
         return Finding("gpu", "note", "no NVIDIA GPU or driver found", "engines run on the CPU: small models only")
     if "H200" not in query and "H100" not in query:
         return Finding("gpu", "note", query, "the kernels are for Hopper (sm_90a); this card runs nothing of ours")
+    if importlib.util.find_spec("torch") is None:
+        return Finding("gpu", "note", f"{query}; torch is not installed", "pip install 'gptoss-trt[serve]'")
     import torch
 
     if not torch.cuda.is_available():
@@ -96,6 +98,8 @@ def nvcc_finding() -> Finding:
 
 
 def library_finding() -> Finding:
+    if importlib.util.find_spec("torch") is None:
+        return Finding("cuda library", "note", "not looked at: torch is not installed")
     from gptoss_trt.ops.library import SEARCH_PATHS, load, unusable
 
     if not any(path.is_file() for path in SEARCH_PATHS):

@@ -8,6 +8,7 @@ import json
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from gptoss_trt.runtime.launch.doctor import Finding, examine
 
@@ -39,5 +40,6 @@ def _table(findings: list[Finding]) -> Table:
         table.add_column(heading, overflow="fold")
     for finding in findings:
         colour = COLOURS[finding.status]
-        table.add_row(f"[{colour}]{finding.status}[/]", finding.name, finding.detail, finding.action)
+        # Text, not markup: the extras of `pip install 'gptoss-trt[serve]'` would be taken for a style.
+        table.add_row(Text(finding.status, colour), *map(Text, (finding.name, finding.detail, finding.action)))
     return table

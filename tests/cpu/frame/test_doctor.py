@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from gptoss_trt.ops import library
-from gptoss_trt.runtime.launch import doctor
+from gptoss_trt.runtime.launch import doctor, doctor_cli
 
 
 @pytest.fixture
@@ -50,3 +51,10 @@ def test_a_card_is_ok_only_when_torch_can_use_it(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: usable)
     finding = doctor.gpu_finding()
     assert finding.status == status and words in finding.detail
+
+
+def test_extras_in_square_brackets_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = doctor.Finding("packages", "missing", "not installed: torch", "pip install 'gptoss-trt[serve]'")
+    monkeypatch.setattr(doctor_cli, "examine", lambda: iter([missing]))
+    result = CliRunner().invoke(doctor_cli.doctor, env={"COLUMNS": "120"}, standalone_mode=False)
+    assert "pip install 'gptoss-trt[serve]'" in result.output
