@@ -53,6 +53,11 @@ class LogitAdjuster:
             _add(row, _summed(submit.logit_bias))
         return self._mask(row, sequence)
 
+    def guide_failure(self, sequence: Sequence) -> str:
+        """Why the sequence's guide cannot go on; empty where it can or there is none."""
+        memory = self._memories.get(sequence)
+        return "" if memory is None or memory.guide is None else memory.guide.failure
+
     def accept(self, sequence: Sequence, token: int) -> None:
         """Tells the sequence's guide of the chosen token."""
         if sequence.request.submit.guides:

@@ -20,8 +20,12 @@ class GuideError(ValueError):
 class GuideMatcher(Protocol):
     """The state of one sequence's guides. It also watches for their triggers and end ids."""
 
+    @property
+    def failure(self) -> str:
+        """Why the grammar cannot go on, as one that outgrew its bounds cannot; empty while it can."""
+
     def mask(self, logits: torch.Tensor) -> None:
-        """Sets the entries of `logits` ([vocabulary], fp32) that may not come next to -inf; leaves at least one."""
+        """Sets the entries of `logits` ([vocabulary], fp32) that may not come next to -inf; all after a failure."""
 
     def accept(self, token: int) -> None:
         """Moves on by the token that was chosen."""

@@ -109,6 +109,14 @@ class SequenceMatcher:
                 self._active, self._matcher = guide, matcher.deep_copy()
                 break
 
+    @property
+    def failure(self) -> str:
+        """What llguidance says of a grammar that it cannot follow any further; empty while it can."""
+        if self._active is None or not self._matcher.is_error():
+            return ""
+        reason = self._matcher.get_error().splitlines()[0][:500]
+        return f"the guide of kind {self._active.kind!r} cannot be followed any further: {reason}"
+
     def mask(self, logits: torch.Tensor) -> None:
         """Sets forbidden entries of `logits` ([vocabulary], fp32) to -inf."""
         if self._active is None:

@@ -51,18 +51,19 @@ class Sampler:
 
     def sample(self, logits: torch.Tensor, sequences: list[Sequence]) -> list[Outcome]:
         """Outcomes, one a row of `logits` ([rows, vocabulary], fp32; changed in place). A bad row fails alone."""
-        failures = {row: NOT_FINITE for row in _not_finite_rows(logits)}
+        failures = {row: Outcome(failure=NOT_FINITE) for row in _not_finite_rows(logits)}
         reports = self._raw_logits(logits, sequences)
         masked = [row for row, sequence in enumerate(sequences) if self._adjuster.apply(logits[row], sequence)]
         if masked:
             for index in _not_finite_rows(logits[masked]):
-                failures.setdefault(masked[index], NOTHING_ALLOWED)
+                reason = self._adjuster.guide_failure(sequences[masked[index]]) or NOTHING_ALLOWED
+                failures.setdefault(masked[index], Outcome(failure=reason, code="INVALID_ARGUMENT"))
         logits[list(failures)] = 0.0  # any numbers: the rows' tokens are not used
         tokens = _choose(logits, sequences)
         outcomes = []
         for row, (sequence, token) in enumerate(zip(sequences, tokens, strict=True)):
             if row in failures:
-                outcomes.append(Outcome(failure=failures[row]))
+                outcomes.append(failures[row])
                 continue
             self._adjuster.accept(sequence, token)
             best = sequence.request.submit.logprobs

@@ -305,7 +305,7 @@ class Scheduler:
             sequence.planned -= work.count
             sequence.awaited -= work.samples
             if outcome.failure is not None:
-                self._fail(sequence.request, "INTERNAL", outcome.failure, trusted=False)
+                self._fail(sequence.request, outcome.code, outcome.failure, trusted=False)
                 continue
             if work.draft:
                 self._take_drafted(sequence, work.draft, outcome, now_ns)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gptoss_trt.runtime.engine.messages import TokenLogprobs
+from gptoss_trt.runtime.engine.messages import ErrorCode, TokenLogprobs
 from gptoss_trt.runtime.engine.sequence import Sequence
 
 
@@ -38,6 +38,7 @@ class Outcome(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after each row
     failure: str | None = None
     following: tuple[Outcome, ...] = ()
+    code: ErrorCode = "INTERNAL"  # of the failure; INVALID_ARGUMENT where the request's own rules leave no token
 
 
 @dataclass

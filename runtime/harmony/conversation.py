@@ -98,6 +98,9 @@ class _Reader:
         if role == "assistant":
             self._assistant(item, place, following)
             return
+        for name in ("tool_calls", "function_call"):
+            if item.get(name):
+                raise ConversationError(f"{place}.{name}", f"is for assistant messages; this one's role is {role}")
         text = _text(item.get("content"), f"{place}.content", required=True)
         if role == "user":
             self.add("user", text)

@@ -6,13 +6,14 @@ a server that is not there. Must not know routes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
 from gptoss_trt.runtime.launch.server_binary import LaunchError
-from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, take_port
+from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, OptionsError
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, GatewayProcess, start_gateway
 
@@ -46,25 +47,38 @@ def context_of(options: ServerOptions) -> int:
     return min(own, options.engine.max_context or own)
 
 
+def check_api(options: ServerOptions, api: ApiOptions) -> None:
+    """Tries what the gateway will need, so that a wrong option ends the launch before the server starts. Raises
+    LaunchError that names the option."""
+    try:
+        check_files(_gateway_options(options, api))
+    except OptionsError as error:
+        raise LaunchError(str(error)) from error
+    for name in ("http_port", "grpc_port", "metrics_port"):
+        if api.port and getattr(options, name) == api.port:
+            raise LaunchError(f"the OpenAI API's port and {name} are both {api.port}; choose another one")
+    if api.port:
+        listener = take_port(options.address, api.port, "the OpenAI API's")
+        listener.close()
+
+
 def start_api(server: TritonServer, api: ApiOptions) -> GatewayProcess:
     """Starts the gateway over a ready server. Raises LaunchError with what the gateway said."""
     try:
-        options = GatewayOptions(
+        options = replace(
+            _gateway_options(server.options, api),
             grpc_url=server.grpc_url,
-            host=server.options.address,
-            port=api.port,
-            served_model_name=api.served_model_name,
             max_model_len=context_of(server.options),
-            api_key_file=api.api_key_file,
-            api_workers=api.api_workers,
-            ssl_certfile=api.ssl_certfile,
-            ssl_keyfile=api.ssl_keyfile,
-            cors_origin=api.cors_origin,
             server_metrics_url=server.metrics_url,
         )
         return start_gateway(options, server.folder / "gateway.log")
     except (GatewayError, OptionsError) as error:
         raise LaunchError(str(error)) from error
+
+
+def _gateway_options(options: ServerOptions, api: ApiOptions) -> GatewayOptions:
+    own = {field.name: getattr(api, field.name) for field in fields(ApiOptions)}
+    return GatewayOptions(host=options.address, **own)
 
 
 def gateway_port(gateway: GatewayProcess) -> int:

@@ -23,7 +23,14 @@ from gptoss_trt.client.protocol import did_you_mean
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
-from gptoss_trt.runtime.launch.gateway import NEEDED_MODELS, ApiOptions, gateway_port, start_api, wants_gateway
+from gptoss_trt.runtime.launch.gateway import (
+    NEEDED_MODELS,
+    ApiOptions,
+    check_api,
+    gateway_port,
+    start_api,
+    wants_gateway,
+)
 from gptoss_trt.runtime.launch.server_binary import OLDEST_TO_EXPOSE, LaunchError, find_server
 from gptoss_trt.runtime.launch.serving import Serving, Signals, StartInterruptedError
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, describe, start_server
@@ -136,9 +143,13 @@ def serve(
     start = time.monotonic()
     try:
         _warn_of_exposure(options)
+        if not no_openai and wants_gateway(options):
+            check_api(options, api)
         server = start_server(options)
     except (LaunchError, settings.SettingsError) as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        raise click.ClickException(f"cannot start: {error}") from error
     except StartInterruptedError as interruption:
         click.echo(f"{interruption} while starting: ended", err=True)
         return 128 + signal.Signals[str(interruption)].value
@@ -178,7 +189,7 @@ def parse_engine_options(texts: Sequence[str]) -> EngineOptions:
                 raise EngineLoadError(f"engine option {name} is {value!r}; allowed: true, false")
             values[name] = value == "true"
         else:
-            values[name] = int(value) if isinstance(default, int) and value.isdecimal() else value
+            values[name] = int(value) if isinstance(default, int) and value.isascii() and value.isdecimal() else value
     return EngineOptions(**values)
 
 

@@ -78,10 +78,13 @@ def state_home() -> Path:
 
 
 def state_dir(explicit: Path | None = None) -> Path:
-    """The state folder, `explicit` or `state_home()`, made with mode 0700. Raises SettingsError when somebody else can
-    write to it."""
-    path = explicit or state_home()
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    """The state folder, `explicit` or `state_home()`, absolute, made with mode 0700. Raises SettingsError when it
+    cannot be made or somebody else can write to it."""
+    path = (explicit or state_home()).absolute()  # the server that uses it has another working directory
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise SettingsError(f"the state folder {path} cannot be made: {error.strerror}") from error
     status = path.stat()
     if status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise SettingsError(

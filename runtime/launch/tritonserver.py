@@ -341,25 +341,40 @@ def _check_models(models: tuple[str, ...] | None) -> None:
 
 
 def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
+    names = ("HTTP", "gRPC", "metrics")
     wanted = (options.http_port, options.grpc_port, options.metrics_port)
+    for index, port in enumerate(wanted):
+        if port and port in wanted[:index]:
+            raise LaunchError(
+                f"{names[wanted.index(port)]} and {names[index]} port are both {port}; choose another one"
+            )
     sockets: list[socket.socket] = []
     try:
-        for name, port in zip(("HTTP", "gRPC", "metrics"), wanted, strict=True):
-            listener = socket.socket()
-            sockets.append(listener)
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                listener.bind((options.address, port))
-            except OSError as error:
-                raise LaunchError(
-                    f"cannot listen on {name} port {port} of {options.address}: {error.strerror or error}; "
-                    f"choose another one or stop what listens there"
-                ) from error
+        for name, port in zip(names, wanted, strict=True):
+            sockets.append(take_port(options.address, port, name))
         first, second, third = (int(listener.getsockname()[1]) for listener in sockets)
     finally:
         for listener in sockets:
             listener.close()
     return first, second, third
+
+
+def take_port(address: str, port: int, name: str) -> socket.socket:
+    """A socket bound there, which shows that it can be had; the caller closes it. `name` says whose it is. Raises
+    LaunchError."""
+    if not address:
+        raise LaunchError("the address is ''; give one to bind to, 0.0.0.0 for all")
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((address, port))
+    except OSError as error:
+        listener.close()
+        raise LaunchError(
+            f"cannot listen on {name} port {port} of {address}: {error.strerror or error}; "
+            f"choose another one or stop what listens there"
+        ) from error
+    return listener
 
 
 def _take_folder(options: ServerOptions, http_port: int) -> tuple[Path, IO[str]]:

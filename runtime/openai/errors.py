@@ -27,15 +27,17 @@ _STATUSES: dict[ErrorCode, int] = {
     "INTERNAL": 500,
 }
 
+MAX_SHOWN = 1000  # characters of a message or a place
+
 
 class RequestError(ValueError):
     """A request that is not served. `status`: HTTP status; `param`: the place in the request; `code`: a short word."""
 
     def __init__(self, status: int, param: str | None, message: str, code: str | None = None) -> None:
-        self.message = _encodable(message)
+        self.message = _shown(message)
         super().__init__(self.message)
         self.status = status
-        self.param = None if param is None else _encodable(param)
+        self.param = None if param is None else _shown(param)
         self.code = code
 
     def body(self) -> dict[str, Any]:
@@ -44,8 +46,11 @@ class RequestError(ValueError):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def _encodable(text: str) -> str:
-    """`text`, in which half a surrogate pair that a client wrote is spelled out: it has no UTF-8."""
+def _shown(text: str) -> str:
+    """`text` with its middle left out where it is long, because what a client wrote is repeated in it, and with half a
+    surrogate pair, which has no UTF-8, spelled out."""
+    if len(text) > MAX_SHOWN:
+        text = f"{text[: MAX_SHOWN // 2]} ... {text[-MAX_SHOWN // 2 :]}"
     return text.encode("utf-8", "backslashreplace").decode()
 
 

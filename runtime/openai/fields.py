@@ -55,6 +55,7 @@ Stops = Annotated[
     BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     Field(max_length=MAX_STOPS),
 ]
+_ID_DIGITS = len(str(VOCABULARY_SIZE))  # int() refuses texts of thousands of them by an error of its own
 TokenId = Annotated[int, Field(ge=0, lt=VOCABULARY_SIZE)]
 
 
@@ -119,8 +120,8 @@ def read_fields(model: type[Model], request: Any) -> Model:
     except ValidationError as error:
         raise refusal_of(error) from error
     for key in fields.logit_bias:
-        if not (key.isascii() and key.isdigit() and int(key) < VOCABULARY_SIZE):
-            reason = f"logit_bias: {key!r} is not a token id; ids lie in 0..{VOCABULARY_SIZE - 1}"
+        if not (key.isascii() and key.isdigit() and len(key) <= _ID_DIGITS and int(key) < VOCABULARY_SIZE):
+            reason = f"logit_bias: {key[:80]!r} is not a token id; ids lie in 0..{VOCABULARY_SIZE - 1}"
             raise RequestError(400, "logit_bias", reason, "invalid_value")
     return fields
 

@@ -23,6 +23,7 @@ from gptoss_trt.runtime.openai.completion_objects import CompletionAnswer
 from gptoss_trt.runtime.openai.completion_request import prompt_lists, read_completion
 from gptoss_trt.runtime.openai.errors import engine_error
 from gptoss_trt.runtime.openai.fields import GenerationFields
+from gptoss_trt.runtime.openai.json_object import parse_object
 from gptoss_trt.runtime.openai.submission import chat_submit, completion_submit
 from gptoss_trt.runtime.triton_models import triton_io
 from gptoss_trt.runtime.triton_models.answers import Arrays
@@ -126,13 +127,7 @@ class JsonModel(EngineModel):
         return asked or (self._names[0] if self._names else ANY_MODEL)
 
     def _body(self, inputs: Inputs) -> Json:
-        text = inputs.text("request", 0)
-        try:
-            body = json.loads(text or "")
-        except json.JSONDecodeError as error:
-            raise RequestError(400, None, f"the request is not JSON: {error}", "invalid_json") from error
-        if not isinstance(body, dict):
-            raise RequestError(400, None, f"the request is {type(body).__name__}, not an object", "invalid_json")
+        body = parse_object(inputs.text("request", 0) or "")
         if inputs.has("stream"):
             body["stream"] = inputs.flag("stream", 0)
         return body

@@ -75,9 +75,9 @@ def choose_at_once(work: Work, tokens: Items[Outcome]) -> Outcome:
 
 def joined(outcomes: list[Outcome]) -> Outcome:
     """The outcomes of successive tokens as one: the first, with the others following; a failure is that of all."""
-    failure = next((outcome.failure for outcome in outcomes if outcome.failure is not None), None)
-    if failure is not None:
-        return Outcome(failure=failure)
+    failed = next((outcome for outcome in outcomes if outcome.failure is not None), None)
+    if failed is not None:
+        return Outcome(failure=failed.failure, code=failed.code)
     return outcomes[0]._replace(following=tuple(outcomes[1:]))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gptoss_trt.runtime.launch import settings
-from gptoss_trt.runtime.openai.gateway.keys import Keys
+from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.options import (
     LOST_SIGNALS,
     GatewayOptions,
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     level = settings.read("GPTOSS_TRT_LOG_LEVEL")
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        Keys.read(options.api_key_file)
+        check_files(options)
         listener = _bind(options)
     except (OptionsError, OSError) as error:
         print(f"the gateway cannot start: {error}", file=sys.stderr)

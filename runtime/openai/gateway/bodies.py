@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-from typing import Any, NoReturn
+from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 
 from gptoss_trt.runtime.openai.errors import RequestError
+from gptoss_trt.runtime.openai.json_object import parse_object
 
 Json = dict[str, Any]
-MAX_DIGITS = 1000  # of an integer; Python itself stops at 4,300 with a text about Python
 # How much of a refused body is read and dropped. A client that still writes when the connection closes sees a broken
 # pipe and never the 413.
 DRAIN_BYTES = 256 << 20
@@ -66,25 +65,3 @@ async def _drain(request: Request) -> None:
 
     with contextlib.suppress(asyncio.TimeoutError):
         await asyncio.wait_for(read(), DRAIN_S)
-
-
-def parse_object(data: bytes) -> Json:
-    """JSON text as an object. Raises RequestError 400."""
-    try:
-        body = json.loads(data, parse_constant=_no_constant, parse_int=_integer)
-    except (ValueError, RecursionError) as error:
-        reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise RequestError(400, None, f"the body is not JSON: {reason}", "invalid_json") from error
-    if not isinstance(body, dict):
-        raise RequestError(400, None, f"the body is {type(body).__name__}, not a JSON object", "invalid_type")
-    return body
-
-
-def _integer(text: str) -> int:
-    if len(text) > MAX_DIGITS:
-        raise ValueError(f"it has an integer of {len(text)} digits; the limit is {MAX_DIGITS}")
-    return int(text)
-
-
-def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 import signal
 import sys
 from collections.abc import Sequence
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 MODULE = "gptoss_trt.runtime.openai.gateway"
+
+_origin = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+", re.IGNORECASE)
 
 LOST_SIGNALS = {"chat": signal.SIGUSR1, "completions": signal.SIGUSR2}
 """What tells a gateway that the process of the model behind a kind of route died: Triton tells its clients nothing."""
@@ -77,8 +80,7 @@ class GatewayOptions:
     store_age_s: float = 24 * 3600.0
 
     def __post_init__(self) -> None:
-        if not self.served_model_name or not all(self.served_model_name):
-            raise OptionsError(f"served_model_name is {self.served_model_name!r}; at least one name is needed")
+        self._check_names()
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise OptionsError("ssl_certfile and ssl_keyfile go together; only one is given")
         least = {"port": 0, "max_model_len": 0, "api_workers": 1, "max_body_bytes": 1, "max_concurrency": 1,
@@ -88,6 +90,18 @@ class GatewayOptions:
                 raise OptionsError(f"{name} is {getattr(self, name)}; it must be at least {low}")
         if self.port > 65535 or self.api_workers > 256:
             raise OptionsError(f"port is {self.port} (0 to 65535) and api_workers {self.api_workers} (1 to 256)")
+
+    def _check_names(self) -> None:
+        if not self.served_model_name or not all(self.served_model_name):
+            raise OptionsError(f"served_model_name is {self.served_model_name!r}; at least one name is needed")
+        for name in self.served_model_name:  # the Triton models take them as one comma-separated parameter
+            if "," in name or name != name.strip():
+                raise OptionsError(f"served_model_name is {name!r}; a name has no comma and no blanks around it")
+        for origin in self.cors_origin:
+            if origin != "*" and not _origin.fullmatch(origin):
+                raise OptionsError(f"cors_origin is {origin!r}; allowed: * or an origin as https://app.example:8443")
+        if not self.host:
+            raise OptionsError("host is ''; give the address to bind to, 0.0.0.0 for all")
 
     @property
     def url(self) -> str:

@@ -52,6 +52,8 @@ class ResponseStore:
 
     def get(self, owner: str, response_id: str) -> Json | None:
         """The owner's response of that id; None when there is none (any more)."""
+        if not response_id.isascii():  # half a surrogate pair has no UTF-8, and ids that were given out are ASCII
+            return None
         query = "SELECT body FROM responses WHERE id = ? AND owner = ? AND stored >= ?"
         with self._lock:
             row = self._database.execute(query, (response_id, owner, time.time() - self._max_age_s)).fetchone()
@@ -62,6 +64,8 @@ class ResponseStore:
 
     def delete(self, owner: str, response_id: str) -> bool:
         """Deletes it; False when the owner has none of that id."""
+        if not response_id.isascii():
+            return False
         with self._lock, self._database as database:
             done = database.execute("DELETE FROM responses WHERE id = ? AND owner = ?", (response_id, owner))
             return done.rowcount > 0

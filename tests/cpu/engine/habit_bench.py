@@ -100,6 +100,8 @@ class Knowing:
 class EvenCompiler:
     """Guides that allow even tokens only, and count what they accept."""
 
+    failure = ""
+
     def compile(self, guides: tuple[Guide, ...]) -> EvenCompiler:
         if guides[0].grammar != "even":
             raise GuideError("unknown")

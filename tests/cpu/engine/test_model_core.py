@@ -248,6 +248,8 @@ def test_limits_come_from_context_and_cache() -> None:
 
 
 class OnlyEven:
+    failure = ""
+
     def mask(self, logits: torch.Tensor) -> None:
         logits[1::2] = -math.inf
 

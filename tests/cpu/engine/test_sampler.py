@@ -178,6 +178,7 @@ def test_bad_rows_fail_alone() -> None:
     outcomes = Sampler().sample(rows, sequences)
     assert [outcome.token for outcome in outcomes] == [5, None, None, None]
     assert [outcome.failure for outcome in outcomes] == [None, NOT_FINITE, NOT_FINITE, NOTHING_ALLOWED]
+    assert [outcome.code for outcome in outcomes[1:]] == ["INTERNAL", "INTERNAL", "INVALID_ARGUMENT"]
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -194,6 +195,8 @@ def test_logprobs_are_the_models_own() -> None:
 
 class Alternating:
     """A matcher that allows the ids 7 and 8 in turn."""
+
+    failure = ""
 
     def __init__(self) -> None:
         self.turn = 7

@@ -44,6 +44,20 @@ def test_the_state_folder_is_private(tmp_path: Path) -> None:
         settings.state_dir(folder)
 
 
+def test_the_state_folder_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server, which is told of it, works in another folder."""
+    monkeypatch.chdir(tmp_path)
+    assert settings.state_dir(Path("here")) == tmp_path / "here"
+    assert settings.state_dir(Path()) == tmp_path
+
+
+def test_a_state_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with pytest.raises(settings.SettingsError, match=str(path)):
+            settings.state_dir(path)
+
+
 @pytest.mark.parametrize(
     ("texts", "name", "value"),
     [((), "threads", 0), (("max_batch=8",), "max_batch", 8), (("prefix_cache=false",), "prefix_cache", False)],
@@ -53,7 +67,16 @@ def test_engine_options_of_serve(texts: tuple[str, ...], name: str, value: objec
 
 
 @pytest.mark.parametrize(
-    "text", ["max_batch", "max_bath=8", "max_batch=99999", "max_batch=eight", "device=tpu", "prefix_cache=2"]
+    "text",
+    [
+        "max_batch",
+        "max_bath=8",
+        "max_batch=99999",
+        "max_batch=eight",
+        "max_batch=\u0663",
+        "device=tpu",
+        "prefix_cache=2",
+    ],
 )
 def test_a_wrong_engine_option_is_named(text: str) -> None:
     with pytest.raises(EngineLoadError, match=text.partition("=")[0]):

@@ -111,6 +111,7 @@ REFUSED = [
     ({"logit_bias": {"x": 1}}, "logit_bias", ["'x'"]),
     ({"logit_bias": {"201088": 1}}, "logit_bias", ["201088", "201087"]),
     ({"logit_bias": {"5": 101}}, "logit_bias.5", ["101", "100"]),
+    ({"logit_bias": {"9" * 5000: 1}}, "logit_bias", ["token id", "201087"]),
     ({"top_logprobs": 2}, "top_logprobs", ["logprobs"]),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", ["21", "20"]),
     ({"logprobs": 1}, "logprobs", ["1"]),
@@ -200,6 +201,9 @@ BAD_MESSAGES = [
         "messages[0].tool_calls[0].function.name",
     ),
     ([{"role": "function", "name": "a b", "content": "x"}], "messages[0].name"),
+    ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "messages[0].tool_calls"),
+    ([{"role": "system", "content": "x", "tool_calls": "f"}], "messages[0].tool_calls"),
+    ([{"role": "user", "content": "x", "function_call": {"name": "f"}}], "messages[0].function_call"),
 ]
 
 
@@ -207,6 +211,16 @@ BAD_MESSAGES = [
 def test_refused_messages(messages, param):
     error = refusal(messages=messages)
     assert (error.status, error.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"tool_choice": "x" * 9999}, {"reasoning_effort": "x" * 9999}, {"logit_bias": {"9" * 4999: 1}}, {"x" * 9999: 1}],
+)
+def test_a_long_value_is_not_repeated_whole(extra):
+    error = refusal(messages=HI, **extra)
+    assert len(error.message) < 1100 and len(error.param) < 1100
+    assert "allowed" in error.message or "unknown" in error.message or "ids lie in" in error.message
 
 
 def test_missing_messages_and_other_bodies():

@@ -15,6 +15,7 @@ import pytest
 from gptoss_trt.runtime.openai import RequestError
 from gptoss_trt.runtime.openai.gateway import __main__ as entry
 from gptoss_trt.runtime.openai.gateway.app import create_app
+from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.keys import EVERYBODY, Keys
 from gptoss_trt.runtime.openai.gateway.metrics import Metrics
 from gptoss_trt.runtime.openai.gateway.options import (
@@ -25,6 +26,7 @@ from gptoss_trt.runtime.openai.gateway.options import (
     read_options,
 )
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, start_gateway
+from gptoss_trt.runtime.openai.gateway.store import ResponseStore
 
 
 def test_a_command_line_carries_every_option() -> None:
@@ -42,7 +44,8 @@ def test_a_command_line_carries_every_option() -> None:
     "wrong",
     [
         {"port": -1}, {"port": 70000}, {"api_workers": 0}, {"served_model_name": ()}, {"served_model_name": ("",)},
-        {"ssl_certfile": Path("c")}, {"keep_alive_s": 0.0}, {"max_body_bytes": 0},
+        {"ssl_certfile": Path("c")}, {"keep_alive_s": 0.0}, {"max_body_bytes": 0}, {"served_model_name": ("a,b",)},
+        {"served_model_name": (" a",)}, {"cors_origin": ("",)}, {"cors_origin": ("app.example",)}, {"host": ""},
     ],
 )  # fmt: skip
 def test_impossible_options(wrong: Any) -> None:
@@ -66,6 +69,23 @@ def test_keys(tmp_path: Path) -> None:
     for absent in (path, tmp_path / "none"):
         with pytest.raises(OptionsError, match="api_key_file"):
             Keys.read(absent)
+
+
+def test_files_that_are_no_certificate_are_told_before_the_start(tmp_path: Path) -> None:
+    wrong, absent = tmp_path / "wrong.pem", tmp_path / "absent.pem"
+    wrong.write_text("no certificate")
+    for certificate, name in ((wrong, "wrong.pem"), (absent, "absent.pem"), (tmp_path, "ssl_certfile")):
+        with pytest.raises(OptionsError, match=name):
+            check_files(GatewayOptions(ssl_certfile=certificate, ssl_keyfile=wrong))
+    with pytest.raises(OptionsError, match="api_key_file"):
+        check_files(GatewayOptions(api_key_file=tmp_path))
+    check_files(GatewayOptions())
+
+
+@pytest.mark.parametrize("method", ["get", "delete"])
+def test_an_id_that_no_response_can_have(method: str) -> None:
+    store = ResponseStore(None, 10, 1000, 60.0)
+    assert not getattr(store, method)("owner", "resp_\ud800")
 
 
 def test_metrics_are_cumulative() -> None:

@@ -138,6 +138,16 @@ def test_a_guide_that_cannot_be_compiled_ends_its_request_only(core: GuidedCore)
     assert sum(len(event.token_ids) for event in served if isinstance(event, Tokens)) == 4
 
 
+def test_a_guide_that_outgrows_its_bounds_ends_its_request_with_the_reason(core: GuidedCore) -> None:
+    """Compiled, but with more optional properties than the grammar's parser follows: the request's fault, not ours."""
+    schema = {"type": "object", "properties": {f"property_{number}": {"type": "string"} for number in range(1000)}}
+    guide = Guide("json_schema", json.dumps(schema))
+    ((*_, end),) = play(core, Submit("wide", (200006, 1428), 8, guides=(guide,)))
+    assert isinstance(end, Error)
+    assert end.code == "INVALID_ARGUMENT"
+    assert "guide of kind 'json_schema'" in end.message and "max is 2000" in end.message
+
+
 def test_cancelled_while_it_waits_for_its_guide(core: GuidedCore) -> None:
     guide = Guide("json_schema", json.dumps({"type": "object", "title": "not compiled before"}))
     submit = Submit("r", (200006, 1428), 4, n=2, guides=(guide,))
