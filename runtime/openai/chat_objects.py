@@ -140,14 +140,17 @@ class _Choice:
         if tokens.logprobs is None:
             events += self._stream.push(tokens.token_ids)
             return [(delta, None) for delta in self._deltas(events)]
-        entries = []
+        entries: list[Json] = []
+        deltas = self._deltas(events)
         for token_id, logprob in zip(tokens.token_ids, tokens.logprobs, strict=True):
-            visible = self._stream.in_content and not self._stop.matched
-            events += self._stream.push([token_id])
+            if self._stop.matched is not None:  # the entries end with the token that completed the stop string
+                break
+            visible = self._stream.in_content
+            events = self._stream.push([token_id])
             if visible and self._stream.in_content:
                 entries.append(_token_logprobs(token_id, logprob))
+            deltas += self._deltas(events)
         self._logprobs += entries
-        deltas = self._deltas(events)
         if entries and not deltas:
             deltas = [self.with_role({})]
         last = len(deltas) - 1

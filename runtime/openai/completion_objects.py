@@ -133,10 +133,14 @@ class _Choice:
         ids = list(tokens.token_ids)
         ends = not self._completion.ignore_eos and ids and ids[-1] in self._stop_ids
         kept = ids[:-1] if ends else ids
-        if tokens.logprobs is not None:
-            for token_id, logprob in zip(kept, tokens.logprobs, strict=False):
-                self._logprobs.add(token_id, logprob)
-        self._show(self._decoder.push(kept))
+        if tokens.logprobs is None:
+            self._show(self._decoder.push(kept))
+            return
+        for token_id, logprob in zip(kept, tokens.logprobs, strict=False):
+            if self.complete:  # the entries end with the token that completed the stop string
+                break
+            self._logprobs.add(token_id, logprob)
+            self._show(self._decoder.push([token_id]))
 
     def finish(self, end: Finished) -> None:
         if end.prompt_logprobs is not None and self._completion.echo:

@@ -6,8 +6,8 @@ one carries finish_reason. Tested without a server. Must not know Triton's Pytho
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -169,15 +169,27 @@ class TextAnswer:
         self._streaming = streaming
         self._text = "" if streaming else prompt_text
         self._stop = StopMatcher(stop_words)
+        self._has_stop_words = bool(stop_words)
         self._stop_ids = frozenset(stop_ids)
         self._complete = False
 
     def push(self, tokens: Tokens) -> bool:
-        if self._complete:
-            return True
-        self._results.push(tokens)
-        self._show(self._decoder.push(tuple(i for i in tokens.token_ids if i not in self._stop_ids)))
+        for piece in self._pieces(tokens):
+            if self._complete:  # counts and log-probabilities end with the token that completed the stop word
+                break
+            self._results.push(piece)
+            self._show(self._decoder.push(tuple(i for i in piece.token_ids if i not in self._stop_ids)))
         return self._complete
+
+    def _pieces(self, tokens: Tokens) -> Iterable[Tokens]:
+        """One by one where a stop word may end the answer between two tokens."""
+        if not self._has_stop_words:
+            return (tokens,)
+        logprobs = tokens.logprobs
+        return (
+            replace(tokens, token_ids=(token_id,), logprobs=None if logprobs is None else (logprobs[index],))
+            for index, token_id in enumerate(tokens.token_ids)
+        )
 
     def _show(self, text: str) -> None:
         visible, matched = self._stop.push(text)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.client.protocol import END_ID_NEVER
 from gptoss_trt.runtime.engine.messages import Guide, GuideKind, Sampling, Submit
+from gptoss_trt.runtime.engine.validation import MAX_SEQUENCES
 from gptoss_trt.runtime.triton_models.inputs import Inputs, RefusalError
 
 GUIDE_KINDS: dict[str, GuideKind] = {
@@ -92,11 +93,12 @@ def min_tokens(inputs: Inputs, row: int) -> int:
 
 
 def sequences(inputs: Inputs, row: int) -> int:
-    """num_return_sequences; 1 when it is not set."""
+    """num_return_sequences; 1 when it is not set. Its limit is the engine's, but a model makes an answer for each
+    sequence before the engine is asked."""
     value = inputs.scalar("num_return_sequences", row)
     count = 1 if value is None else int(value)
-    if count < 1:
-        raise RefusalError(f"num_return_sequences is {count}; it must be at least 1")
+    if not 1 <= count <= MAX_SEQUENCES:
+        raise RefusalError(f"num_return_sequences is {count}; it must lie in 1..{MAX_SEQUENCES}")
     return count
 
 
@@ -109,7 +111,7 @@ def guides(inputs: Inputs, row: int, end_ids: tuple[int, ...]) -> tuple[Guide, .
             raise RefusalError("guided_decoding_guide is set without guided_decoding_guide_type")
         return ()
     if kind not in GUIDE_KINDS:
-        raise RefusalError(f"guided_decoding_guide_type is {kind!r}; allowed: {', '.join(GUIDE_KINDS)}")
+        raise RefusalError(f"guided_decoding_guide_type is {kind[:80]!r}; allowed: {', '.join(GUIDE_KINDS)}")
     if not grammar and kind != "json":
         raise RefusalError(f"guided_decoding_guide_type {kind!r} needs guided_decoding_guide")
     return (Guide(GUIDE_KINDS[kind], grammar or "", end_ids=end_ids),)

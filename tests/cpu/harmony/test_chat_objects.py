@@ -203,6 +203,27 @@ def test_logprobs_cover_the_content_only():
     assert streamed == entries
 
 
+@pytest.mark.parametrize("size", [1, 2, 5, 99])
+def test_logprobs_end_with_the_stop_string_for_any_chunking(size):
+    words = ["Once", " upon", " a", " time"]
+    ids = TOKENIZER.encode("Once upon a time there was a fox")
+    chat = read_chat({"messages": HI, "logprobs": True, "stop": ["a time"]})
+    answer = ChatAnswer(chat, prompt_tokens=1)
+    chunks = run(answer, [*TOKENIZER.encode("<|channel|>final<|message|>"), *ids], size=size, logprobs=True)
+    choice = answer.completion()["choices"][0]
+    assert choice["message"]["content"] == "Once upon "
+    assert [entry["token"] for entry in choice["logprobs"]["content"]] == words
+    streamed = [chunk["choices"][0]["logprobs"] for chunk in chunks if chunk["choices"][0]["logprobs"]]
+    assert [entry["token"] for part in streamed for entry in part["content"]] == words
+    plain = CompletionAnswer(read_completion({"prompt": "p", "stop": "a time", "logprobs": 0}), [[1]])
+    for start in range(0, len(ids), size):
+        part = tuple(ids[start : start + size])
+        plain.push(0, Tokens("r", 0, part, tuple(TokenLogprobs(-1.0) for _ in part)))
+    plain.push(0, Finished("r", 0, "cancelled", Usage(1, len(ids))))
+    choice = plain.completion()["choices"][0]
+    assert (choice["text"], choice["logprobs"]["tokens"]) == ("Once upon ", words)
+
+
 def test_objects_are_what_the_official_client_expects():
     from openai.types import Completion
     from openai.types.chat import ChatCompletion, ChatCompletionChunk

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -91,6 +92,25 @@ def test_text_is_the_same_for_any_chunking(seed: int) -> None:
     cut = min((text.find(word) for word in stop_words if word in text), default=len(text))
     assert whole == text[:cut]
     assert last["finish_reason"].tolist() == [b"stop"]
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 99])
+def test_counts_and_log_probabilities_end_where_the_stop_word_does(size: int) -> None:
+    ids = Tokenizer.load().encode("Once upon a time there was a fox")
+    want = replace(WHOLE, log_probs=True, num_output_tokens=True)
+    answer = TextAnswer(
+        Results(PLACE, want, 3), TextStream(), streaming=False, prompt_text="", stop_words=["a time"], stop_ids=()
+    )
+    for place in range(0, len(ids), size):
+        part = tuple(ids[place : place + size])
+        if answer.push(Tokens("r", 0, part, tuple(TokenLogprobs(-0.5) for _ in part))):
+            break
+    answer.finish(Finished("r", 0, "cancelled", Usage(3, 8)))
+    last = answer.take()
+    assert last is not None
+    assert last["text_output"][0] == b"Once upon "
+    assert last["output_log_probs"].tolist() == [[[-0.5] * 4]]
+    assert (last["cum_log_probs"].item(), last["num_output_tokens"].item()) == (-2.0, 4)
 
 
 def moved(before: dict[str, Any] | None, after: dict[str, Any]) -> Histogram:

@@ -75,6 +75,12 @@ def test_end_id_min_length_seed_and_flags() -> None:
     assert submit(num_return_sequences=4).n == 4
 
 
+def test_sequences_are_bounded_before_answers_are_made_for_them() -> None:
+    for count in (0, 129, 2**31 - 1):
+        with pytest.raises(RefusalError, match=rf"num_return_sequences is {count}; it must lie in 1\.\.128"):
+            submit(num_return_sequences=count)
+
+
 def test_guides() -> None:
     def guide(kind: str, text: str | None) -> Any:
         values = {"guided_decoding_guide_type": np.array([[kind.encode()]], object)}
