@@ -137,7 +137,7 @@ class _Choice:
             self._show(self._decoder.push(kept))
             return
         for token_id, logprob in zip(kept, tokens.logprobs, strict=False):
-            if self.complete:  # the entries end with the token that completed the stop string
+            if self._stop.matched is not None:  # the entries end with the token that completed the stop string
                 break
             self._logprobs.add(token_id, logprob)
             self._show(self._decoder.push([token_id]))
