@@ -28,7 +28,8 @@ Examples:
 
 active: requests in the engine; of these, scheduled are in its steps, prefill still read their prompt, waiting are in
 the queue, paused gave their KV blocks back. max batch: sequences in one step. prefix hits: share of prompt tokens
-found in the prefix cache. KV reused: cached blocks that a prompt used again. Token rates count a request when it ends.
+found in the prefix cache. KV reused: cached blocks that a prompt used again. in tok/s and done/s count a request at its
+end.
 
 Percentiles are of the last minute. --once takes two looks, an interval apart; its percentiles are of the server's whole
 life.

@@ -21,6 +21,7 @@ GENERAL = "nv_trt_llm_general_metrics"
 MEMORY = "nv_trt_llm_runtime_memory_metrics"
 INPUT = "nv_llm_input_token_len"
 OUTPUT = "nv_llm_output_token_len"
+GENERATED = "gptoss_trt_generated_tokens"  # as they come; OUTPUT counts a request when it ends
 ARRIVED = INPUT + "_count"
 PREFIX = "gptoss_trt_prefix_cache_tokens"
 SPECULATIVE = "gptoss_trt_speculative_tokens"
@@ -104,7 +105,7 @@ class History:
             memory_bytes=group(MEMORY),
             steps_per_s=rate(GENERAL, general_type="iteration_counter"),
             input_tokens_per_s=rate(INPUT + "_sum"),
-            output_tokens_per_s=rate(OUTPUT + "_sum"),
+            output_tokens_per_s=rate(OUTPUT + "_sum" if page.value(GENERATED, model=model) is None else GENERATED),
             finished_per_s=rate(OUTPUT + "_count"),
             latency_s={
                 name: {f"p{rank}": percentile(page, oldest, family, model, rank) for rank in PERCENTILES}

@@ -74,6 +74,14 @@ def test_levels_and_rates() -> None:
     assert seen.failed == 0 and not seen.whole_life
 
 
+def test_tokens_count_as_they_come_where_the_page_has_them() -> None:
+    history = History()
+    for moment, page, tokens in ((100.0, FIRST, 500), (110.0, SECOND, 1750)):
+        more = f'gptoss_trt_generated_tokens{{model="tensorrt_llm",version="1"}} {tokens}\n'
+        history.add(moment, Page.parse(page + more))
+    assert history.figures().output_tokens_per_s == pytest.approx(125.0)
+
+
 def test_percentiles_are_of_what_came_between_the_looks() -> None:
     """The second page's buckets less the first's: 38 gaps to 10 ms, 93 to 20 ms, 164 to 40 ms, of 223."""
     assert both().latency_s["between_tokens"]["p50"] == pytest.approx(0.02 + 0.02 * (223 / 2 - 93) / (164 - 93))
@@ -106,7 +114,14 @@ def test_looks_older_than_a_minute_are_forgotten() -> None:
 
 def test_every_family_is_published() -> None:
     families = [getattr(names, name) for name in ("REQUESTS", "KV_BLOCKS", "BATCHER", "GENERAL", "MEMORY", "INPUT")]
-    families += [names.OUTPUT, names.PREFIX, names.SPECULATIVE, names.CANCELLED, *names.LATENCIES.values()]
+    families += [
+        names.OUTPUT,
+        names.PREFIX,
+        names.SPECULATIVE,
+        names.CANCELLED,
+        names.GENERATED,
+        *names.LATENCIES.values(),
+    ]
     assert set(families) <= set(METRICS)
     page = Page.parse(SECOND)
     for name in (names.SUCCEEDED, names.FAILED):
