@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
 from gptoss_trt.runtime.launch.server_binary import LaunchError
-from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, take_port
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, end_with_parent, take_port
 from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, OptionsError
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, GatewayProcess, start_gateway
@@ -71,7 +71,7 @@ def start_api(server: TritonServer, api: ApiOptions) -> GatewayProcess:
             max_model_len=context_of(server.options),
             server_metrics_url=server.metrics_url,
         )
-        return start_gateway(options, server.folder / "gateway.log")
+        return start_gateway(options, server.folder / "gateway.log", before=end_with_parent)
     except (GatewayError, OptionsError) as error:
         raise LaunchError(str(error)) from error
 

@@ -29,17 +29,20 @@ class StartInterruptedError(Exception):
 
 
 class Signals:
-    """Counts SIGTERM and SIGINT: the first one drains, the second one ends. While starting, one raises instead."""
+    """Counts SIGTERM, SIGINT and SIGHUP (a terminal that closes; not under nohup): the first one drains, the second
+    one ends. While starting, one raises instead."""
 
     def __init__(self) -> None:
         self.count = 0
         self.starting = True
-        for number in (signal.SIGTERM, signal.SIGINT):
+        hangs_up = signal.getsignal(signal.SIGHUP) != signal.SIG_IGN
+        self._numbers = (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))
+        for number in self._numbers:
             signal.signal(number, self._note)
 
     def ignore(self) -> None:
         """No signal changes the exit status once all is done: the interpreter would put the default handlers back."""
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in self._numbers:
             signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:

@@ -138,6 +138,22 @@ def test_sigterm_lets_a_stream_finish(folder: Path) -> None:
     assert events[-1]["finish_reason"] == "length"
 
 
+def test_a_terminal_that_closes_drains_unless_under_nohup(folder: Path) -> None:
+    serve = Serve(folder)
+    serve.announcement()
+    assert serve.end(signal.SIGHUP)[0] == 0
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        serve = Serve(folder)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    url = serve.announcement()["http"]
+    serve.process.send_signal(signal.SIGHUP)
+    time.sleep(1.0)
+    assert status_of(f"{url}/v2/health/live") == 200
+    assert serve.end()[0] == 0
+
+
 def test_what_outlasts_the_drain_is_cancelled(folder: Path) -> None:
     serve = Serve(folder, "--drain-seconds", "1")
     events: list[Any] = []
@@ -284,15 +300,19 @@ def test_what_an_administrator_unloads_or_reloads_is_left_alone(folder: Path) ->
     assert status == 0 and errors.count("died: reloading it") == 1, errors
 
 
-def test_a_killed_launcher_leaves_no_server(folder: Path) -> None:
-    serve = Serve(folder)
-    url = serve.announcement()["http"]
-    (server,) = psutil.Process(serve.process.pid).children()
+@pytest.mark.parametrize("options", [(), ("--openai-port", "0"), ("--openai-port", "0", "--api-workers", "2")])
+def test_a_killed_launcher_leaves_no_server_and_no_gateway(folder: Path, options: tuple[str, ...]) -> None:
+    serve = Serve(folder, *options)
+    found = serve.announcement()
+    children = psutil.Process(serve.process.pid).children()
+    assert len(children) == (2 if options else 1)
     serve.process.kill()
     serve.process.wait()
-    server.wait(30)
-    with pytest.raises(OSError):
-        status_of(f"{url}/v2/health/live")
+    _, left = psutil.wait_procs(children, timeout=30)
+    assert not left
+    for url in [f"{found['http']}/v2/health/live", *([f"{found['openai']}/models"] if options else [])]:
+        with pytest.raises(OSError):
+            status_of(url)
     for record in (folder / "state").glob("server-*/shm-prefix"):  # the next launcher of the folder sweeps this
         for region in Path("/dev/shm").glob(f"{record.read_text()}*"):
             region.unlink()

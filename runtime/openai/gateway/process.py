@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, gateway_command
@@ -40,14 +41,18 @@ class GatewayProcess:
         return self.process.wait()
 
 
-def start_gateway(options: GatewayOptions, log_path: Path, timeout_s: float = 60.0) -> GatewayProcess:
-    """Starts a gateway whose output goes to `log_path`. Raises GatewayError when it ends or says nothing in time."""
+def start_gateway(
+    options: GatewayOptions, log_path: Path, timeout_s: float = 60.0, *, before: Callable[[], None] | None = None
+) -> GatewayProcess:
+    """Starts a gateway whose output goes to `log_path`; `before` runs in the child first. Raises GatewayError when it
+    ends or says nothing in time."""
     with log_path.open("wb") as log:
         process = subprocess.Popen(
             gateway_command(options),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
+            preexec_fn=before,  # noqa: PLW1509 - one system call, which takes no lock
             start_new_session=True,  # a terminal's Ctrl-C reaches the launcher alone, which drains
             env={**os.environ, "PYTHONUNBUFFERED": "1"},
         )
