@@ -158,6 +158,8 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     from gptoss_trt.runtime.model import GraphedModel, load_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise EngineLoadError(f"engine option device is 'cuda', but torch {torch.__version__} sees no GPU here")
     torch.set_num_threads(options.threads or _default_threads())
     _choose_kernels(options, device)
     loaded = load_model(engine_dir, device=device)

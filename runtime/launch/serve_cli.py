@@ -101,7 +101,7 @@ Engine options (default):
 @click.option(
     "--trace-rate", default=1, type=click.IntRange(1), show_default=True, help="Trace one request in so many."
 )
-@click.option("--verbose", default=0, show_default=True, help="tritonserver's --log-verbose.")
+@click.option("--verbose", default=0, type=click.IntRange(0), show_default=True, help="tritonserver's --log-verbose.")
 @click.option("--json", "as_json", is_flag=True, help="Print the addresses as one JSON line.")
 def serve(
     engine_dir: Path,
@@ -137,8 +137,7 @@ def serve(
         options = replace(options, engine=parse_engine_options(engine_options))
     except EngineLoadError as error:
         raise click.UsageError(str(error)) from error
-    if options.otlp_url and importlib.util.find_spec("opentelemetry") is None:
-        raise click.UsageError("--otlp-url needs the Python package 'opentelemetry': pip install 'gptoss-trt[trace]'")
+    _check_tracing(options.otlp_url)
     signals = Signals()
     start = time.monotonic()
     try:
@@ -191,6 +190,15 @@ def parse_engine_options(texts: Sequence[str]) -> EngineOptions:
         else:
             values[name] = int(value) if isinstance(default, int) and value.isascii() and value.isdecimal() else value
     return EngineOptions(**values)
+
+
+def _check_tracing(url: str) -> None:
+    if not url:
+        return
+    if not url.startswith(("http://", "https://")):
+        raise click.UsageError(f"--otlp-url is {url!r}; it must begin with http:// or https://")
+    if importlib.util.find_spec("opentelemetry") is None:
+        raise click.UsageError("--otlp-url needs the Python package 'opentelemetry': pip install 'gptoss-trt[trace]'")
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from gptoss_trt.build_engine.spec import ModelConfig
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.guides import GuideError
 from gptoss_trt.runtime.engine.messages import Error, Finished, Guide, Sampling, Submit, Tokens
-from gptoss_trt.runtime.engine.model_core import ModelCore
+from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.model.batch import StepBatch
 
@@ -245,6 +246,12 @@ def test_limits_come_from_context_and_cache() -> None:
     assert isinstance(end, Error) and "KV cache" in end.message and "190" in end.message
     with pytest.raises(EngineLoadError, match="kv_bytes 100 is too small"):
         Bench(kv_bytes=100)
+
+
+def test_cuda_without_a_gpu_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(EngineLoadError, match="option device is 'cuda'"):
+        load_core(tmp_path, EngineOptions(device="cuda"))
 
 
 class OnlyEven:

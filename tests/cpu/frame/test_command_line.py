@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
+from pathlib import Path
 
 import click
 import pytest
@@ -15,6 +16,7 @@ from click.testing import CliRunner
 from gptoss_trt.client.cli import COMMANDS, CommandEntry, gptoss_trt, main
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch.serve_cli import line_to_try
+from gptoss_trt.runtime.launch.tritonserver import TritonServer
 
 
 def test_top_level_help_imports_no_command() -> None:
@@ -50,6 +52,37 @@ def test_help_has_examples_explains_every_option_and_fits_a_terminal(
 def test_serve_lists_every_engine_option() -> None:
     output = CliRunner().invoke(gptoss_trt, ["serve", "--help"]).output
     assert all(f"\n    {option.name} " in output for option in fields(EngineOptions))
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--served-model-name", "a,b"), "'a,b'; a name has no comma"),
+        (("--cors-origin", "app.example"), "'app.example'"),
+        (("--ssl-certfile", "none.pem", "--ssl-keyfile", "none.pem"), "ssl_certfile none.pem"),
+        (("--api-key-file", "/dev/null"), "/dev/null holds no key"),
+        (("--openai-port", "8001"), "grpc_port are both 8001"),
+        (("--no-openai", "--http-port", "8001"), "HTTP and gRPC port are both 8001"),
+        (("--address", ""), "address"),
+        (("--address", "999.1.1.1"), "999.1.1.1"),
+        (("--state-dir", "/proc/none"), "the state folder /proc/none cannot be made"),
+        (("--otlp-url", "collector:4318"), "'collector:4318'; it must begin with http"),
+        (("--verbose", "-1"), "-1 is not in the range"),
+        (("--model", "enssemble"), "did you mean 'ensemble'"),
+    ],
+)
+def test_serve_tells_a_wrong_option_before_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...], words: str
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the server was started")
+
+    monkeypatch.setattr(TritonServer, "start", never)
+    (tmp_path / "scripted.json").write_text("{}", encoding="ascii")
+    free = ("--http-port", "0", "--metrics-port", "0", "--openai-port", "0")
+    result = CliRunner().invoke(gptoss_trt, ["serve", str(tmp_path), *free, *options])
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert result.exit_code != 0 and words in result.output, result.output
 
 
 def test_the_line_to_try_asks_the_api_where_there_is_one() -> None:
