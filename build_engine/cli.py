@@ -174,9 +174,28 @@ def inspect(path: Path, verify: bool, tensor: str | None, rank: int, as_json: bo
                 with _progress_bar("verify", as_json) as progress:
                     problems = inspection.verify(path, progress)
                 result = {"kind": result["kind"], "path": result["path"], "ok": not problems, "problems": problems}
-    click.echo(json.dumps(result, indent=1) if as_json else "\n".join(_plain_lines(result, "")))
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        click.echo("\n".join(_verdict(result) if "problems" in result else _plain_lines(result, "")))
     if problems:
         raise click.exceptions.Exit(1)
+
+
+VERIFIED = {
+    "engine": "every file has the manifest's length and checksum, every tensor its name, shape and format",
+    "checkpoint": "every tensor has its name, shape and dtype, every number is one",
+}
+
+
+def _verdict(result: dict[str, Any]) -> Iterator[str]:
+    """What --verify found, for people."""
+    kind, path, problems = result["kind"], result["path"], result["problems"]
+    if not problems:
+        yield f"{kind} {path} is right: {VERIFIED[kind]}"
+        return
+    yield f"{kind} {path} is wrong; problems: {len(problems)}"
+    yield from (f"  {problem}" for problem in problems)
 
 
 def _plain_lines(value: dict[str, Any], indent: str) -> Iterator[str]:
