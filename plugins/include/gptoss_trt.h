@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 3
+#define GPTOSS_TRT_ABI_VERSION 4
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
@@ -240,7 +240,7 @@ typedef struct gptoss_trt_dense_few_args {
   int32_t first_segment;     /* FP8: rows of the first two segments, multiples of 8 or n; */
   int32_t second_segment;    /* each begins a new row of scales. n, 0 where there is one */
   const void* x;             /* [tokens, k], 16-byte aligned, as is weight */
-  const float* x_scale;      /* FP8: [ceil(k / 128), tokens] */
+  const float* x_scale;      /* FP8: [ceil(k / 128), tokens], or null: x is bf16, quantised here */
   const void* weight;        /* [n, k] */
   const float* weight_scale; /* FP8: [rows of scales, ceil(k / 128)] */
   const void* bias;          /* bf16 [n], or null for none */
@@ -265,11 +265,9 @@ typedef struct gptoss_trt_dense_fp8_args {
   int32_t k;              /* a multiple of 16 */
   int32_t first_segment;  /* rows of the first two segments, multiples of 8; each begins a */
   int32_t second_segment; /* new row of scales. n, 0 where there is one */
-  int32_t tile_tokens;    /* 64, 128 or 256 of a block; 0 = chosen from the shape, as are share */
-  int32_t share;          /* and parts. Blocks that copy tokens together: 1 or 2 */
-  int32_t parts;          /* of K that different blocks sum, at most 8 and ceil(k / 128); with
-                             share 1. Results are equal bit for bit for equal parts only. */
-  int32_t resident;       /* blocks that a multiprocessor holds: 1, or 2 with tile_tokens 64 */
+  int32_t tile_tokens;    /* 64, 128 or 256 of a block; 0 = chosen from the shape, as are parts */
+  int32_t parts;          /* of K that different blocks sum, at most 8 and ceil(k / 128), 1 with
+                             tile_tokens 256. Results are equal bit for bit for equal parts only. */
   const void* x;          /* e4m3 [tokens, k], 16-byte aligned, as are weight and out */
   const float* x_scale;   /* [ceil(k / 128), tokens] */
   const void* weight;     /* e4m3 [n, k] */
@@ -284,6 +282,99 @@ typedef struct gptoss_trt_dense_fp8_args {
  * CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_args* args,
                                                       gptoss_trt_stream stream);
+
+/* ---- rmsnorm_quant: residual addition and norm ---------------------------------------------- */
+
+/* Launch with programmatic dependent launch: gain is read before the wait, nothing else. */
+#define GPTOSS_TRT_NORM_DEPENDENT_LAUNCH 1u
+
+/* updated = bf16(residual + delta), or bf16(residual + sum of rows over the four slots, in their
+ * order), or residual; normed = bf16 RMSNorm of it; (quantised, scales) = that in e4m3 with a scale
+ * for 128 channels. */
+typedef struct gptoss_trt_rmsnorm_quant_args {
+  uint32_t size;             /* sizeof(gptoss_trt_rmsnorm_quant_args) */
+  uint32_t flags;            /* GPTOSS_TRT_NORM_* bits */
+  int32_t tokens;            /* T, at least 0 */
+  int32_t hidden;            /* H, a multiple of 8 up to 4096 */
+  int32_t first_expert;      /* with rows: experts [first, first + local) are this rank's, the */
+  int32_t local_experts;     /* rows of others count as zero */
+  float eps;                 /* of the norm */
+  const void* residual;      /* bf16 [T, H], 16-byte aligned, as are delta, rows, gain, normed */
+  void* updated;             /* bf16 [T, H], 16-byte aligned; may be residual */
+  const void* delta;         /* bf16 [T, H], or null */
+  const void* rows;          /* bf16 [T, 4, H], or null; with it no delta */
+  const int32_t* expert_ids; /* with rows: [T, 4], 16-byte aligned */
+  const void* gain;          /* bf16 [H] */
+  void* normed;              /* bf16 [T, H], or null */
+  void* quantised;           /* e4m3 [T, H], 8-byte aligned, or null */
+  float* scales;             /* with quantised: [ceil(H / 128), T] */
+} gptoss_trt_rmsnorm_quant_args;
+
+/* Launches on the stream; success means launched, not finished. tokens = 0 launches nothing. A
+ * token's results do not depend on the other tokens. Fails with INVALID_ARGUMENT, UNSUPPORTED (a
+ * card that is not sm_90) or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_rmsnorm_quant(const gptoss_trt_rmsnorm_quant_args* args,
+                                                          gptoss_trt_stream stream);
+
+/* ---- rmsnorm_route: the norm ahead of the experts and the routing behind it ----------------- */
+
+/* Launch with programmatic dependent launch: gain, router and bias are read before the wait. */
+#define GPTOSS_TRT_ROUTE_DEPENDENT_LAUNCH 1u
+
+/* updated = bf16(residual + delta); (quantised, scales) = its RMSNorm in e4m3 with a scale for 128
+ * channels; logits = bf16(norm x router^T + bias), the four best by (value, lowest index), their
+ * softmax rounded to bf16; then the rows of this rank's experts by (expert, token, slot). */
+typedef struct gptoss_trt_rmsnorm_route_args {
+  uint32_t size;              /* sizeof(gptoss_trt_rmsnorm_route_args) */
+  uint32_t flags;             /* GPTOSS_TRT_ROUTE_* bits */
+  int32_t tokens;             /* T, 1 to 512 */
+  int32_t hidden;             /* H, a multiple of 8 up to 4096 */
+  int32_t experts;            /* of the model, 4 to 128 */
+  int32_t first_expert;       /* of this rank */
+  int32_t local_experts;      /* E, of this rank */
+  float eps;                  /* of the norm */
+  const void* residual;       /* bf16 [T, H], 16-byte aligned, as are all [T, H] and [, H] here */
+  const void* delta;          /* bf16 [T, H], or null for none */
+  const void* gain;           /* bf16 [H] */
+  const void* router;         /* bf16 [experts, H] */
+  const void* bias;           /* bf16 [experts] */
+  const int32_t* token_count; /* [1]: tokens behind the first so many are routed nowhere; or null */
+  void* updated;              /* bf16 [T, H], another than residual */
+  void* quantised;            /* e4m3 [T, H] */
+  float* scales;              /* [ceil(H / 128), T] */
+  int32_t* expert_ids;        /* [T, 4], 16-byte aligned, -1 for padding; as in the op */
+  float* expert_weights;      /* [T, 4], 16-byte aligned, 0 for padding */
+  int32_t* expert_offsets;    /* [E + 1] */
+  int32_t* active_experts;    /* [E + 1]: their number, their ids, -1 behind them */
+  int32_t* row_slots;         /* [4 T], -1 behind the last row */
+  uint32_t* ticket;           /* [1]: zero ahead of the first call; every call leaves zero. Calls
+                                 that may overlap in time need tickets of their own. */
+} gptoss_trt_rmsnorm_route_args;
+
+/* Launches on the stream; success means launched, not finished. A token's results do not depend on
+ * the other tokens. tokens = 0 is refused. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is
+ * not sm_90) or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_rmsnorm_route(const gptoss_trt_rmsnorm_route_args* args,
+                                                          gptoss_trt_stream stream);
+
+/* ---- route_rows: the rows of each expert, of many tokens ------------------------------------ */
+
+typedef struct gptoss_trt_route_rows_args {
+  uint32_t size;             /* sizeof(gptoss_trt_route_rows_args) */
+  uint32_t flags;            /* GPTOSS_TRT_ROUTE_DEPENDENT_LAUNCH or 0: nothing is read ahead */
+  int32_t tokens;            /* T, 1 to 32768 */
+  int32_t first_expert;      /* of this rank */
+  int32_t local_experts;     /* E, of this rank, 1 to 128 */
+  const int32_t* expert_ids; /* [T, 4]: experts of other ranks, and -1, get no row */
+  int32_t* expert_offsets;   /* [E + 1], as in rmsnorm_route, like the other outputs */
+  int32_t* active_experts;   /* [E + 1] */
+  int32_t* row_slots;        /* [4 T] */
+} gptoss_trt_route_rows_args;
+
+/* Sorts (token, slot) by (expert, token, slot), on the stream; success means launched, not
+ * finished. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or CUDA_ERROR. */
+GPTOSS_TRT_API gptoss_trt_status gptoss_trt_route_rows(const gptoss_trt_route_rows_args* args,
+                                                       gptoss_trt_stream stream);
 
 /* ---- decode_one: one token through all layers, in one launch -------------------------------- */
 

@@ -1,7 +1,8 @@
 """dense and dense_fp8 on libgptoss_trt.so: few tokens of both, any number of FP8; the rest goes to cuBLAS and Triton.
 
-Invariant: which of them runs depends on shapes alone, so a captured graph fixes it, and up to MOST_TOKENS tokens a
-token's result does not depend on the others; above, it may round otherwise. Must not know layers.
+Invariant: which of them runs depends on shapes alone, so a captured graph fixes it. For one choice a token's result
+does not depend on the others; another number of tokens may have another choice, which rounds otherwise. Must not know
+layers.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import torch
 from gptoss_trt.ops import library
 from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, DenseFp8Args, OutDtype
 from gptoss_trt.triton_kernels import dense as triton_dense
+from gptoss_trt.triton_kernels.act_quant import quantised
 
-# Measured on an H200: at 16 tokens cuBLAS takes 10.2 us for qkv and the kernel 13.3.
-MOST_TOKENS = {DenseFormat.BF16: 8, DenseFormat.FP8: 16}
+# Measured on an H200: at 16 tokens cuBLAS takes 10.2 us for qkv and the kernel 13.3; in FP8 tiles take 7.4 to 7.7 us at
+# 1 to 16 tokens and the kernel 7.4, 9.0 and 11.3 at 1, 8 and 16.
+MOST_TOKENS = {DenseFormat.BF16: 8, DenseFormat.FP8: 4}
 MOST_COLUMNS = 4096
 COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
-MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here
+MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here (FP8: tiles 151 us)
 SEGMENT_ROWS = 8
 TILE_COLUMNS = 16  # dense_fp8 of the library: K is a multiple of them
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
@@ -29,9 +32,7 @@ class Tiles:
     """How the library's dense_fp8 cuts a product; 0 leaves it to the library. See gptoss_trt_dense_fp8_args."""
 
     tokens: int = 0
-    share: int = 0
     parts: int = 0
-    resident: int = 0
 
 
 CHOSEN = Tiles()
@@ -71,10 +72,24 @@ def dense_fp8(
         triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
     elif takes(DenseFormat.FP8, x, weight, segments):
         _launch(DenseFormat.FP8, x, x_scale, weight, weight_scale, segments, bias, out)
-    elif len(x) <= MOST_TOKENS[DenseFormat.FP8]:
-        triton_dense.dense_fp8(x, x_scale, weight, weight_scale, segments, bias, out)
     else:
         dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, CHOSEN)
+
+
+def act_dense_fp8(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Few tokens are quantised by the product's own blocks. Runs on the
+    current stream. Raises LibraryError when the call fails."""
+    if len(segments) <= triton_dense.MAX_SEGMENTS and takes(DenseFormat.FP8, x, weight, segments):
+        _launch(DenseFormat.FP8, x, None, weight, weight_scale, segments, bias, out)
+    else:
+        dense_fp8(*quantised(x), weight, weight_scale, segments, bias, out)
 
 
 def takes_tiles(x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
@@ -104,9 +119,7 @@ def dense_fp8_tiles(
         first_segment=first[0],
         second_segment=first[1],
         tile_tokens=tiles.tokens,
-        share=tiles.share,
         parts=tiles.parts,
-        resident=tiles.resident,
         x=x.data_ptr(),
         x_scale=x_scale.data_ptr(),
         weight=weight.data_ptr(),

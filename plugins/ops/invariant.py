@@ -25,6 +25,7 @@ EXPERTS = moe_gemm_fp8.Options(Plan.WGMMA, k_split=1, flags=library.DEPENDENT_LA
 
 dense = dense_invariant.dense
 dense_fp8 = dense_invariant.dense_fp8
+act_dense_fp8 = dense_invariant.act_dense_fp8
 
 
 def _warps(residual: Tensor) -> int:

@@ -11,7 +11,7 @@ import functools
 from enum import IntEnum
 from pathlib import Path
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 NAME = "libgptoss_trt.so"
 _HERE = Path(__file__).resolve()
 # Beside the packages (a wheel, or plugins/lib of a clone), then where `make library` builds.
@@ -181,15 +181,82 @@ class DenseFp8Args(_Sized):
         ("first_segment", ctypes.c_int32),
         ("second_segment", ctypes.c_int32),
         ("tile_tokens", ctypes.c_int32),
-        ("share", ctypes.c_int32),
         ("parts", ctypes.c_int32),
-        ("resident", ctypes.c_int32),
         ("x", ctypes.c_void_p),
         ("x_scale", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("weight_scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+    )
+
+
+class RmsnormQuantArgs(_Sized):
+    """gptoss_trt_rmsnorm_quant_args; the header says what each field means."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("tokens", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("first_expert", ctypes.c_int32),
+        ("local_experts", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("residual", ctypes.c_void_p),
+        ("updated", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("rows", ctypes.c_void_p),
+        ("expert_ids", ctypes.c_void_p),
+        ("gain", ctypes.c_void_p),
+        ("normed", ctypes.c_void_p),
+        ("quantised", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+    )
+
+
+class RmsnormRouteArgs(_Sized):
+    """gptoss_trt_rmsnorm_route_args; the header says what each field means."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("tokens", ctypes.c_int32),
+        ("hidden", ctypes.c_int32),
+        ("experts", ctypes.c_int32),
+        ("first_expert", ctypes.c_int32),
+        ("local_experts", ctypes.c_int32),
+        ("eps", ctypes.c_float),
+        ("residual", ctypes.c_void_p),
+        ("delta", ctypes.c_void_p),
+        ("gain", ctypes.c_void_p),
+        ("router", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("token_count", ctypes.c_void_p),
+        ("updated", ctypes.c_void_p),
+        ("quantised", ctypes.c_void_p),
+        ("scales", ctypes.c_void_p),
+        ("expert_ids", ctypes.c_void_p),
+        ("expert_weights", ctypes.c_void_p),
+        ("expert_offsets", ctypes.c_void_p),
+        ("active_experts", ctypes.c_void_p),
+        ("row_slots", ctypes.c_void_p),
+        ("ticket", ctypes.c_void_p),
+    )
+
+
+class RouteRowsArgs(_Sized):
+    """gptoss_trt_route_rows_args; the header says what each field means."""
+
+    _fields_ = (
+        ("size", ctypes.c_uint32),
+        ("flags", ctypes.c_uint32),
+        ("tokens", ctypes.c_int32),
+        ("first_expert", ctypes.c_int32),
+        ("local_experts", ctypes.c_int32),
+        ("expert_ids", ctypes.c_void_p),
+        ("expert_offsets", ctypes.c_void_p),
+        ("active_experts", ctypes.c_void_p),
+        ("row_slots", ctypes.c_void_p),
     )
 
 
@@ -272,6 +339,9 @@ class Library:
         self._handle.gptoss_trt_attention_prefill.argtypes = (attention, stream)
         self._handle.gptoss_trt_dense_few.argtypes = (ctypes.POINTER(DenseFewArgs), stream)
         self._handle.gptoss_trt_dense_fp8.argtypes = (ctypes.POINTER(DenseFp8Args), stream)
+        self._handle.gptoss_trt_rmsnorm_quant.argtypes = (ctypes.POINTER(RmsnormQuantArgs), stream)
+        self._handle.gptoss_trt_rmsnorm_route.argtypes = (ctypes.POINTER(RmsnormRouteArgs), stream)
+        self._handle.gptoss_trt_route_rows.argtypes = (ctypes.POINTER(RouteRowsArgs), stream)
         self._handle.gptoss_trt_decode_one_workspace.argtypes = (size,)
         self._handle.gptoss_trt_decode_one.argtypes = (ctypes.POINTER(DecodeOneArgs), stream)
 
@@ -306,6 +376,18 @@ class Library:
     def dense_fp8(self, args: DenseFp8Args, stream: int) -> None:
         """Launches an FP8 128x128 product on the stream; does not wait."""
         self._check(self._handle.gptoss_trt_dense_fp8(ctypes.byref(args), stream))
+
+    def rmsnorm_quant(self, args: RmsnormQuantArgs, stream: int) -> None:
+        """Launches residual addition and norm on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_rmsnorm_quant(ctypes.byref(args), stream))
+
+    def rmsnorm_route(self, args: RmsnormRouteArgs, stream: int) -> None:
+        """Launches norm and routing on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_rmsnorm_route(ctypes.byref(args), stream))
+
+    def route_rows(self, args: RouteRowsArgs, stream: int) -> None:
+        """Launches the sorting of rows on the stream; does not wait."""
+        self._check(self._handle.gptoss_trt_route_rows(ctypes.byref(args), stream))
 
     def decode_one_workspace(self) -> int:
         """Bytes of workspace that decode_one needs."""

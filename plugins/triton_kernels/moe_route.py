@@ -315,16 +315,29 @@ def choose_and_sort(
             num_warps=_small_warps(tile * max(width, top_k * local_width)), **DEPENDENT,
         )  # fmt: skip
         return
-    if tokens:
-        _top_k_kernel[(tokens,)](
-            parts, bias, token_count, expert_ids, expert_weights, tokens, experts,
-            E=width, K=top_k, WIDTH=triton.next_power_of_2(top_k), PARTS=pieces, COUNTED=counted, num_warps=1,
-            **DEPENDENT,
-        )  # fmt: skip
+    choose(parts, bias, token_count, expert_ids, expert_weights)
     _rows_kernel[(num_local_experts,)](
         expert_ids, expert_offsets, row_slots, tokens * top_k, first_expert, TILE=ROW_TILE, num_warps=4, **DEPENDENT
     )
     _active_kernel[(1,)](expert_offsets, active_experts, num_local_experts, E=local_width, num_warps=1, **DEPENDENT)
+
+
+def choose(
+    parts: torch.Tensor,
+    bias: torch.Tensor,
+    token_count: torch.Tensor | None,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+) -> None:
+    """moe_route's first two outputs; `parts` as in choose_and_sort. Each token is a program of its own."""
+    pieces, tokens, experts = parts.shape
+    top_k = expert_ids.shape[1]
+    if tokens:
+        _top_k_kernel[(tokens,)](
+            parts, bias, token_count, expert_ids, expert_weights, tokens, experts,
+            E=triton.next_power_of_2(experts), K=top_k, WIDTH=triton.next_power_of_2(top_k), PARTS=pieces,
+            COUNTED=token_count is not None, num_warps=1, **DEPENDENT,
+        )  # fmt: skip
 
 
 def _small_warps(elements: int) -> int:

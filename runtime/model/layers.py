@@ -23,9 +23,10 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm's output: bf16 [T, H], and quantised e4m3 [T, H] with scales fp32 [ceil(H / 128), T] where wanted."""
+    """A norm's output, what the product that follows reads: bf16 [T, H], or quantised e4m3 [T, H] with scales fp32
+    [ceil(H / 128), T]."""
 
-    values: torch.Tensor
+    values: torch.Tensor | None
     quantised: torch.Tensor | None
     scales: torch.Tensor | None
 
@@ -35,7 +36,7 @@ class Normed:
         if not quantise:
             return cls(torch.empty_like(like), None, None)
         return cls(
-            torch.empty_like(like),
+            None,
             torch.empty((tokens, hidden), dtype=E4M3, device=like.device),
             torch.empty((-(-hidden // 128), tokens), dtype=torch.float32, device=like.device),
         )
@@ -71,20 +72,24 @@ class Dense:
 
     def __call__(self, x: Normed, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """[T, K] -> [T, N] in dtype bf16 or fp32."""
-        out = torch.empty((len(x.values), self.weight.shape[0]), dtype=dtype, device=x.values.device)
-        if self.fp8:
-            ops.dense_fp8(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, out)
-        else:
-            ops.dense(x.values, self.weight, self.bias, out)
+        if x.quantised is None:
+            assert x.values is not None
+            return self.of(x.values, dtype)
+        out = self._empty(x.quantised, dtype)
+        ops.dense_fp8(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, out)
         return out
 
-    def quantised(self, values: torch.Tensor) -> Normed:
-        """A bf16 activation [T, K] made ready for this product."""
-        if not self.fp8:
-            return Normed(values, None, None)
-        out = Normed.empty(values, True)
-        ops.act_quant(values, 128, out.quantised, out.scales)
-        return Normed(values, out.quantised, out.scales)
+    def of(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """The same of a bf16 activation [T, K]."""
+        out = self._empty(values, dtype)
+        if self.fp8:
+            ops.act_dense_fp8(values, self.weight, self.scale, self._segments, self.bias, out)
+        else:
+            ops.dense(values, self.weight, self.bias, out)
+        return out
+
+    def _empty(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty((len(x), self.weight.shape[0]), dtype=dtype, device=x.device)
 
 
 class Attention:
@@ -119,8 +124,7 @@ class Attention:
             ops.attention_decode(q, *kv, *where, step.context_lens, *how)
         else:
             ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)
-        attended = self.out.quantised(out.flatten(1))
-        return reduce_partial(lambda dtype: self.out(attended, dtype), self._group)
+        return reduce_partial(lambda dtype: self.out.of(out.flatten(1), dtype), self._group)
 
 
 class Experts:

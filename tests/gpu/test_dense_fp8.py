@@ -1,4 +1,4 @@
-"""dense_fp8 of the library on the card: every tile and cluster, row by row against the format reference, tails of all
+"""dense_fp8 of the library on the card: every tile and cut of K, row by row against the format reference, tails of all
 three sizes, and equal bit for bit between runs, tiles, neighbours and graphs."""
 
 from __future__ import annotations
@@ -15,9 +15,11 @@ from gptoss_trt.reference.act_quant import act_quant
 
 E4M3 = torch.float8_e4m3fn
 QKV, OUT = (5120, 2880, (4096, 512, 512)), (2880, 4096, ())
-KINDS = ((64, 1), (64, 2), (128, 1), (256, 1))  # tokens of a tile, resident blocks
-WHOLE = [Tiles(tokens, share, 1, resident) for tokens, resident in KINDS for share in (1, 2)]
-IN_PARTS = [Tiles(tokens, 1, parts, resident) for tokens, resident in KINDS for parts in (2, 3, 5, 8)]
+# A block's sum passes through four instructions, each of which keeps 13 bits of the largest term; where one of few
+# products outweighs them all, that is 2^-11 and more (measured: 1.05 x 2^-11 at 192 columns).
+FEW_COLUMNS, FEW_TOLERANCE = 512, 2.0**-10
+WHOLE = [Tiles(tokens, 1) for tokens in (64, 128, 256)]
+IN_PARTS = [Tiles(tokens, parts) for tokens in (64, 128) for parts in (2, 3, 5, 8)]
 
 
 @dataclass
@@ -80,6 +82,7 @@ class Case:
         mantissa = 7 if got.dtype == torch.bfloat16 else 23
         ulp = torch.exp2(torch.floor(torch.log2(values.abs().clamp_min(2.0**-120))) - mantissa)
         share = SHORT_SUM_TOLERANCE if self.columns < SHORT_SUM else SUM_TOLERANCE
+        share = FEW_TOLERANCE if self.columns < FEW_COLUMNS else share
         return worst((got.double() - values).abs(), torch.maximum(ulp, share * magnitudes))
 
 
@@ -168,16 +171,16 @@ def test_a_token_has_the_same_bits_whatever_stands_beside_it() -> None:
     """For one cut of K; the plan for a shape may cut it otherwise."""
     whole = Case(300, *QKV)
     for parts in (1, 3):
-        base = whole.run(Tiles(128, 1, parts))
+        base = whole.run(Tiles(128, parts))
         for tokens in (5, 64, 200):
             case = Case(300, *QKV)
             case.tokens, case.x = tokens, whole.x[:tokens].contiguous()
             case.x_scale = whole.x_scale[:, :tokens].contiguous()
-            for size in (64, 128, 256):
-                assert_same(case.run(Tiles(size, 1, parts)), base[:tokens])
+            for size in (64, 128, 256) if parts == 1 else (64, 128):
+                assert_same(case.run(Tiles(size, parts)), base[:tokens])
 
 
-@pytest.mark.parametrize("tiles", [Tiles(64, 1, 3), Tiles(64, 1, 8), Tiles(128, 2, 1), Tiles(256, 2, 1)], ids=str)
+@pytest.mark.parametrize("tiles", [Tiles(64, 3), Tiles(64, 8), Tiles(128, 1), Tiles(256, 1)], ids=str)
 def test_100_runs_beside_other_work_are_equal_bit_for_bit(tiles: Tiles) -> None:
     case = Case(200, *QKV)
     want = case.run(tiles)
@@ -230,4 +233,4 @@ def test_the_lm_head(tokens: int) -> None:
         part.x, part.x_scale = case.x, case.x_scale
         part.weight, part.weight_scale = case.weight[start : start + 384], case.weight_scale[start // 128 :][:3]
         assert part.excess(got[:, start : start + 384]) <= 1.0
-    assert_same(got, case.run(Tiles(64, 1, 1), torch.float32))
+    assert_same(got, case.run(Tiles(64, 1), torch.float32))

@@ -50,7 +50,7 @@ gptoss_trt_status check_pointers(const Args& args) {
   const bool fp8 = args.format == GPTOSS_TRT_DENSE_FP8;
   const Need needs[] = {
       {"x", args.x, 16, true},
-      {"x_scale", args.x_scale, 4, fp8},
+      {"x_scale", args.x_scale, 4, fp8 && args.x_scale != nullptr},
       {"weight", args.weight, 16, true},
       {"weight_scale", args.weight_scale, 4, fp8},
       {"bias", args.bias, 2, args.bias != nullptr},

@@ -15,7 +15,7 @@ namespace {
 using Args = gptoss_trt_dense_fp8_args;
 
 constexpr const char* kCall = "dense_fp8";
-constexpr int kLeastTile = 64, kMostTile = 256, kMostShare = 2, kMostResident = 2;
+constexpr int kLeastTile = 64, kMostTile = 256;
 
 constexpr int blocks_of(int rows) { return (rows + kBlock - 1) / kBlock; }
 
@@ -35,8 +35,6 @@ gptoss_trt_status check_sizes(const Args* args) {
       {{"first_segment", args->first_segment, 0, args->n}, kSegmentStep},
       {{"second_segment", args->second_segment, 0, args->n - args->first_segment}, kSegmentStep},
       {{"tile_tokens", args->tile_tokens, 0, kMostTile}, kLeastTile},
-      {{"share", args->share, 0, kMostShare}, 1},
-      {{"resident", args->resident, 0, kMostResident}, 1},
       {{"parts", args->parts, 0, std::min(kMostParts, blocks_of(args->k))}, 1},
   };
   for (const auto& [range, step] : sizes) {
@@ -51,13 +49,9 @@ gptoss_trt_status check_sizes(const Args* args) {
   if (args->tile_tokens == 3 * kLeastTile) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: tile_tokens is 192, not 64, 128 or 256");
   }
-  if (args->parts > 1 && args->share != 1) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: parts is %d with share %d, not 1",
-                args->parts, args->share);
-  }
-  if (args->resident > 1 && args->tile_tokens != kLeastTile) {
+  if (args->parts > 1 && args->tile_tokens == kMostTile) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT,
-                "dense_fp8: resident is %d with tile_tokens %d, not 64", args->resident,
+                "dense_fp8: parts is %d with tile_tokens %d, which keep K whole", args->parts,
                 args->tile_tokens);
   }
   return GPTOSS_TRT_OK;
@@ -78,11 +72,8 @@ gptoss_trt_status check_pointers(const Args& args) {
 // What the caller left open is chosen; a tile that was named is not divided unless asked.
 Plan plan_of(const Args& args, const Params& p, int multiprocessors) {
   Plan plan = choose_plan(p.tokens, p.tiles, p.k_blocks, multiprocessors);
-  if (args.tile_tokens != 0) plan = {args.tile_tokens, 1, 1, 1};
-  if (args.share != 0) plan.share = args.share;
-  if (args.parts != 0) plan.parts = args.parts;
-  if (args.resident != 0) plan.resident = args.resident;
-  if (plan.share > 1) plan.parts = 1;
+  if (args.tile_tokens != 0) plan = {args.tile_tokens, 1};
+  if (args.parts != 0 && plan.tile_tokens != kMostTile) plan.parts = args.parts;
   return plan;
 }
 

@@ -1,6 +1,5 @@
 // Tensor copies and WGMMA on e4m3 with both operands in shared memory, as a tensor copy with
-// 128-byte swizzle leaves them: rows of 128 columns of K, eight rows to a kilobyte; and what the
-// blocks of a cluster need of each other.
+// 128-byte swizzle leaves them: rows of 128 columns of K, eight rows to a kilobyte.
 #ifndef GPTOSS_TRT_DENSE_FP8_INSTRUCTIONS_CUH_
 #define GPTOSS_TRT_DENSE_FP8_INSTRUCTIONS_CUH_
 
@@ -25,57 +24,9 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       : "memory");
 }
 
-// The same to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
-__device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, int column,
-                                                int row, uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
 // Arrives at `barrier` once the calling thread's copy_word_async have landed.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
-}
-
-// ---- clusters -------------------------------------------------------------------------------
-
-__device__ __forceinline__ uint32_t cluster_rank() {
-  uint32_t rank;
-  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-  return rank;
-}
-
-// All threads of the cluster; their writes to shared memory before it are visible behind it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile(
-      "barrier.cluster.arrive.release;\n"
-      "barrier.cluster.wait.acquire;" ::
-          : "memory");
-}
-
-// The address in block `rank` of the cluster of what is at `address` here.
-__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
-  uint32_t mapped;
-  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
-  return mapped;
-}
-
-// At a barrier of a block of the cluster, for what has been read; `release.cluster`, which writes
-// would need, costs a fence of the whole memory.
-__device__ __forceinline__ void cluster_arrive(uint32_t mapped_barrier) {
-  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
-}
-
-__device__ __forceinline__ float4 cluster_load(uint32_t mapped) {
-  float4 value;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
-               : "r"(mapped)
-               : "memory");
-  return value;
 }
 
 // ---- WGMMA ----------------------------------------------------------------------------------

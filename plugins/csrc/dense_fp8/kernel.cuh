@@ -4,10 +4,8 @@
 // tensor cores sum a stage; its sums times scale of token and block go to fp32 sums in registers,
 // while the other warpgroup's instructions run.
 //
-// A cluster of two blocks multiplies the same tokens with two blocks of the weight and copies the
-// tokens once (kShare), or its blocks have parts of K and add their sums through each other's
-// shared memory (kSplit). The weights of the first stages are requested ahead of the wait for the
-// kernel before.
+// The blocks of a cluster have parts of K and add their sums through each other's shared memory
+// (kSplit). The weights of the first stages are requested ahead of the wait for the kernel before.
 //
 // Invariant: the order in which a result's products are added depends on K and the plan alone.
 #ifndef GPTOSS_TRT_DENSE_FP8_KERNEL_CUH_
@@ -18,6 +16,7 @@
 
 #include <cstdint>
 
+#include "core/cluster.cuh"
 #include "core/ptx.cuh"
 #include "dense_fp8/instructions.cuh"
 #include "dense_fp8/params.h"
@@ -34,15 +33,11 @@ constexpr int kPartPitch = kBlock + 8;  // floats of a token's sums: rows begin 
 constexpr int kConsumerRegisters = 224;
 constexpr int kProducerRegisters = 56;
 
-// kTokens: of a tile. kShare: blocks of a cluster with the same tokens. kSplit: a cluster's blocks
-// have parts of K.
-// kResident: blocks that a multiprocessor holds.
-template <int kTileTokens, int kRingStages, int kShared, bool kParts, int kBlocks = 1>
+// kTokens: of a tile. kSplit: a cluster's blocks have parts of K.
+template <int kTileTokens, int kRingStages, bool kParts>
 struct Shape {
-  static constexpr int kResident = kBlocks;
-  static constexpr int kTokens = kTileTokens, kStages = kRingStages, kShare = kShared;
+  static constexpr int kTokens = kTileTokens, kStages = kRingStages;
   static constexpr bool kSplit = kParts;
-  static constexpr bool kCluster = kShare > 1 || kSplit;
   // Of a warpgroup: rows of 64 tokens and columns of each.
   static constexpr int kHalves = kTokens == 256 ? 2 : 1;
   static constexpr int kColumns = kTokens == 64 ? kBlock / kConsumers : kBlock;
@@ -88,7 +83,7 @@ struct Tile {
   int token;  // first of its tokens
   int block;  // of the weight
   int row;    // first of the block's rows
-  int rows;   // of the block, at most kBlock; 0 behind the last
+  int rows;   // of the block, at most kBlock
 };
 
 // The tiles of a block of threads, one after another, and its part of K.
@@ -96,29 +91,26 @@ template <typename S>
 class Schedule {
  public:
   __device__ __forceinline__ explicit Schedule(const Params& p) : p_(p) {
-    const int rank = S::kCluster ? static_cast<int>(cluster_rank()) : 0;
-    const int together = S::kSplit ? p.parts : S::kShare;
+    const int part = S::kSplit ? static_cast<int>(cluster_rank()) : 0;
+    const int together = S::kSplit ? p.parts : 1;
     step_ = gridDim.x / together;
     at_ = blockIdx.x / together;
-    of_pair_ = S::kSplit ? 0 : rank;
-    groups_ = (p.tiles + S::kShare - 1) / S::kShare;
-    const int part = S::kSplit ? rank : 0;
     begin_ = part * p.k_blocks / p.parts;
     end_ = (part + 1) * p.k_blocks / p.parts;
   }
 
-  __device__ __forceinline__ bool done() const { return at_ >= groups_ * p_.token_tiles; }
+  __device__ __forceinline__ bool done() const { return at_ >= p_.tiles * p_.token_tiles; }
   __device__ __forceinline__ void advance() { at_ += step_; }
   __device__ __forceinline__ int begin() const { return begin_; }
   __device__ __forceinline__ int end() const { return end_; }
 
   __device__ __forceinline__ Tile tile() const {
     Tile tile;
-    const int fast = p_.tokens_first ? p_.token_tiles : groups_;
+    const int fast = p_.tokens_first ? p_.token_tiles : p_.tiles;
     const int slow = at_ / fast;
     const int inner = at_ - slow * fast;
     tile.token = (p_.tokens_first ? inner : slow) * S::kTokens;
-    tile.block = (p_.tokens_first ? slow : inner) * S::kShare + of_pair_;
+    tile.block = p_.tokens_first ? slow : inner;
     const int blocks_0 = (p_.segments[0] + kBlock - 1) / kBlock;
     const int blocks_1 = (p_.segments[1] + kBlock - 1) / kBlock;
     int end = p_.segments[0];
@@ -131,13 +123,13 @@ class Schedule {
       tile.row = end + (tile.block - blocks_0 - blocks_1) * kBlock;
       end = p_.n;
     }
-    tile.rows = max(0, min(end - tile.row, kBlock));
+    tile.rows = min(end - tile.row, kBlock);
     return tile;
   }
 
  private:
   const Params& p_;
-  int at_, step_, groups_, of_pair_, begin_, end_;
+  int at_, step_, begin_, end_;
 };
 
 // ---- producers ------------------------------------------------------------------------------
@@ -146,8 +138,6 @@ class Schedule {
 template <typename S>
 __device__ inline void produce_tiles(const Params& p, const Memory<S>& memory,
                                      const CUtensorMap& x_map, const CUtensorMap& weight_map) {
-  constexpr int kOwnTokens = S::kTokens / S::kShare;
-  const int rank = S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0;
   Schedule<S> schedule(p);
   const auto request_weights = [&](int stage, int block, int row) {
     barrier_expect_bytes(memory.full(stage), S::kStageBytes);
@@ -171,12 +161,7 @@ __device__ inline void produce_tiles(const Params& p, const Memory<S>& memory,
       } else {
         request_weights(stage, block, tile.row);
       }
-      if constexpr (S::kShare == 1) {
-        copy_box(memory.tokens(stage), x_map, block * kBlock, tile.token, memory.full(stage));
-      } else {
-        copy_box_to_all(memory.tokens(stage) + rank * kOwnTokens * kBlock, x_map, block * kBlock,
-                        tile.token + rank * kOwnTokens, memory.full(stage), (1 << S::kShare) - 1);
-      }
+      copy_box(memory.tokens(stage), x_map, block * kBlock, tile.token, memory.full(stage));
     }
   }
 }
@@ -189,8 +174,7 @@ __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) 
   Position<S> position;
   for (Schedule<S> schedule(p); !schedule.done(); schedule.advance()) {
     const Tile tile = schedule.tile();
-    const float* unit =
-        p.weight_scale + static_cast<int64_t>(min(tile.block, p.tiles - 1)) * p.k_blocks;
+    const float* unit = p.weight_scale + static_cast<int64_t>(tile.block) * p.k_blocks;
     for (int block = schedule.begin(); block < schedule.end(); ++block, position.step()) {
       const uint32_t side = memory.side(position.stage);
       const float* scales = p.x_scale + static_cast<int64_t>(block) * p.tokens;
@@ -241,15 +225,7 @@ struct Lane {
 template <typename S>
 __device__ __forceinline__ void release(const Memory<S>& memory, int stage, uint32_t leader) {
   __syncwarp();
-  if (leader == 0) return;
-  if constexpr (S::kShare == 1) {
-    barrier_arrive(memory.empty(stage));
-  } else {
-#pragma unroll
-    for (int rank = 0; rank < S::kShare; ++rank) {
-      cluster_arrive(cluster_address(memory.empty(stage), rank));
-    }
-  }
+  if (leader != 0) barrier_arrive(memory.empty(stage));
 }
 
 // sum = the products of a tile (and bias), stage by stage.
@@ -460,24 +436,19 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
 }
 
 template <typename S>
-__global__ void __launch_bounds__(kThreads, S::kResident)
+__global__ void __launch_bounds__(kThreads, 1)
     dense_fp8_kernel(const __grid_constant__ Params p, const __grid_constant__ CUtensorMap x_map,
                      const __grid_constant__ CUtensorMap weight_map) {
   extern __shared__ uint8_t dense_shared[];
   const Memory<S> memory{(shared_address(dense_shared) + kSwizzleAlignment - 1) /
                          kSwizzleAlignment * kSwizzleAlignment};
   if (threadIdx.x < S::kStages) {
-    // One thread's expected bytes and a warp's scales; the consumers of all who share the tokens.
-    barrier_init(memory.full(threadIdx.x), 1 + 32);
-    barrier_init(memory.empty(threadIdx.x), kConsumerWarps * S::kShare);
+    barrier_init(memory.full(threadIdx.x), 1 + 32);  // one thread's expected bytes, a warp's scales
+    barrier_init(memory.empty(threadIdx.x), kConsumerWarps);
   }
   barrier_init_fence();
   dependents_launch();
-  if constexpr (S::kShare > 1) {
-    cluster_sync();
-  } else {
-    __syncthreads();
-  }
+  __syncthreads();
   Tile tile;
   uint2 bias;
   if constexpr (S::kSplit) {
@@ -495,8 +466,8 @@ __global__ void __launch_bounds__(kThreads, S::kResident)
     if constexpr (S::kUneven) registers_claim<kConsumerRegisters>();
     consume<S>(p, memory);
   }
-  if constexpr (S::kCluster) cluster_sync();  // copies into the others, or their sums, have arrived
   if constexpr (S::kSplit) {
+    cluster_sync();  // the sums of all are in place
     dependency_wait();
     add_parts<S>(p, memory, tile, bias);
     cluster_sync();  // the others have read this block's sums

@@ -41,8 +41,7 @@ template <typename S>
 cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
   const auto kernel = dense_fp8_kernel<S>;
   CUtensorMap x_map, weight_map;
-  cudaError_t error =
-      encode_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens / S::kShare);
+  cudaError_t error = encode_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens);
   if (error == cudaSuccess) {
     error = encode_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock);
   }
@@ -53,8 +52,8 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   if (error != cudaSuccess) return error;
   params.token_tiles = ceil_div(params.tokens, S::kTokens);
   params.tokens_first = params.n > params.tokens;  // the larger operand is read once
-  const int work = ceil_div(params.tiles, S::kShare) * params.token_tiles;
-  const int cluster = S::kSplit ? params.parts : S::kShare;
+  const int work = params.tiles * params.token_tiles;
+  const int cluster = S::kSplit ? params.parts : 1;
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = cluster;
@@ -62,9 +61,7 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(cluster *
-           (S::kSplit ? work : std::min(work, S::kResident * options.multiprocessors / S::kShare)));
+  config.gridDim = dim3(S::kSplit ? cluster * work : std::min(work, options.multiprocessors));
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = options.stream;
@@ -73,29 +70,21 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
 }
 
-template <int kTokens, int kStages, int kResident = 1>
-cudaError_t launch_tiles(const Plan& plan, const Params& params, const Tensors& tensors,
-                         const LaunchOptions& options) {
-  if (plan.parts > 1)
-    return launch<Shape<kTokens, kStages, 1, true, kResident>>(params, tensors, options);
-  return plan.share > 1
-             ? launch<Shape<kTokens, kStages, 2, false, kResident>>(params, tensors, options)
-             : launch<Shape<kTokens, kStages, 1, false, kResident>>(params, tensors, options);
-}
-
 }  // namespace
 
 cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& tensors,
                              const LaunchOptions& options) {
   params.parts = plan.parts;
+  const bool split = plan.parts > 1;
   switch (plan.tile_tokens) {
     case 64:
-      return plan.resident > 1 ? launch_tiles<64, 4, 2>(plan, params, tensors, options)
-                               : launch_tiles<64, 8>(plan, params, tensors, options);
+      return split ? launch<Shape<64, 8, true>>(params, tensors, options)
+                   : launch<Shape<64, 8, false>>(params, tensors, options);
     case 128:
-      return launch_tiles<128, 6>(plan, params, tensors, options);
+      return split ? launch<Shape<128, 6, true>>(params, tensors, options)
+                   : launch<Shape<128, 6, false>>(params, tensors, options);
     case 256:
-      return launch_tiles<256, 4>(plan, params, tensors, options);
+      return split ? cudaErrorInvalidValue : launch<Shape<256, 4, false>>(params, tensors, options);
     default:
       return cudaErrorInvalidValue;
   }

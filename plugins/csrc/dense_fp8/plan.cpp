@@ -6,19 +6,19 @@
 
 namespace gptoss::dense_fp8 {
 
+// Measured on an H200 (132 multiprocessors) with weights of 40, 23 and 1,571 tiles (qkv, out, the
+// lm head).
 Plan choose_plan(int tokens, int tiles, int k_blocks, int multiprocessors) {
-  Plan plan{256, 2, 1, 1};
-  if (tokens <= 128) {
-    plan = {tokens <= 64 ? 64 : 128, 1, 1, 1};
-  } else if (tokens <= 1024) {
-    plan = {128, 2, 1, 1};
-  }
-  const int blocks = tiles * ((tokens + plan.tile_tokens - 1) / plan.tile_tokens);
-  if (2 * blocks <= multiprocessors) {
-    plan.share = 1;
-    plan.parts = std::min({multiprocessors / blocks, k_blocks, kMostParts});
-  }
-  return plan;
+  constexpr int kSmall = 64, kMiddle = 128, kLarge = 256;
+  constexpr int kLargeTokens = 4096;  // from which on a tile of 256 has enough neighbours
+  constexpr int kUsefulParts = 3;     // more cost in adding what they save
+  const bool few_tiles = 2 * tiles <= multiprocessors;
+  if (tokens >= kLargeTokens) return {kLarge, 1};
+  const int tile = tokens <= kSmall || (tokens <= kMiddle && few_tiles) ? kSmall : kMiddle;
+  const int blocks = tiles * ((tokens + tile - 1) / tile);
+  // Clusters want a quarter of the multiprocessors free to find their places.
+  const int room = 3 * multiprocessors / (4 * blocks);
+  return {tile, std::max(1, std::min({room, k_blocks, kUsefulParts}))};
 }
 
 }  // namespace gptoss::dense_fp8

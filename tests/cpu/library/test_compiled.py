@@ -22,6 +22,9 @@ from gptoss_trt.ops.library import (
     OutDtype,
     Plan,
     Product,
+    RmsnormQuantArgs,
+    RmsnormRouteArgs,
+    RouteRowsArgs,
     ScaleMode,
     Storage,
 )
@@ -30,8 +33,8 @@ ROOT = Path(__file__).parents[3]
 HEADER = ROOT / "plugins" / "include" / "gptoss_trt.h"
 BUILD = ROOT / "build" / "cuda-test"
 # Bytes a thread that a kernel may keep aside: a whole step in one kernel a part of the residual stream between its
-# phases; the smallest tile of dense_fp8, of which two blocks share a multiprocessor, one word outside its loop.
-KEPT_ASIDE = {"decode_one_kernel": 288, "dense_fp8_kernelINS0_5ShapeILi64ELi4ELi2ELb0ELi2": 4}
+# phases.
+KEPT_ASIDE = {"decode_one_kernel": 288}
 SHAPES = [(5760, 2880), (2880, 2880), (3072, 2880), (2688, 2880), (2880, 1344), (768, 2880), (512, 256), (100, 96)]
 
 
@@ -78,7 +81,7 @@ def test_exported_symbols_equal_the_header(library: Library) -> None:
         ["nm", "-D", "--defined-only", str(library.path)], capture_output=True, text=True, check=True
     )
     assert {line.split()[-1] for line in listing.stdout.splitlines()} == declared
-    assert len(declared) == 13
+    assert len(declared) == 16
 
 
 def test_links_no_framework(library: Library) -> None:
@@ -207,7 +210,7 @@ def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> No
         ({"format": DenseFormat.FP8, "first_segment": 36}, "first_segment is 36, no multiple of 8"),
         ({}, "x is null"),
         ({"x": 4096, "weight": 4104}, "weight at 0x1008 is not aligned to 16"),
-        ({"format": DenseFormat.FP8, "x": 4096}, "x_scale is null"),
+        ({"format": DenseFormat.FP8, "x": 4096, "weight": 4096}, "weight_scale is null"),
     ],
 )
 def test_dense_few_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
@@ -306,11 +309,9 @@ def test_attention_parts_follow_the_shape(library: Library) -> None:
         ({"second_segment": 2888}, "second_segment is 2888, outside 0 to 2880"),
         ({"tile_tokens": 32}, "tile_tokens is 32, no multiple of 64"),
         ({"tile_tokens": 192}, "tile_tokens is 192, not 64, 128 or 256"),
-        ({"share": 3}, "share is 3, outside 0 to 2"),
-        ({"share": 1, "parts": 9}, "parts is 9, outside 0 to 8"),
-        ({"share": 1, "parts": 4, "k": 384}, "parts is 4, outside 0 to 3"),
-        ({"share": 2, "parts": 2}, "parts is 2 with share 2, not 1"),
-        ({"tile_tokens": 128, "resident": 2}, "resident is 2 with tile_tokens 128, not 64"),
+        ({"parts": 9}, "parts is 9, outside 0 to 8"),
+        ({"parts": 4, "k": 384}, "parts is 4, outside 0 to 3"),
+        ({"tile_tokens": 256, "parts": 2}, "parts is 2 with tile_tokens 256, which keep K whole"),
         ({}, "x is null"),
         ({"x": 4096, "x_scale": 4096, "weight": 4104}, "weight at 0x1008 is not aligned to 16"),
     ],
@@ -324,3 +325,68 @@ def test_dense_fp8_refuses_with_the_value(library: Library, changes: dict[str, f
 def test_dense_fp8_of_nothing(library: Library) -> None:
     pointers = dict.fromkeys(("x", "x_scale", "weight", "weight_scale", "out"), 4096)
     library.dense_fp8(DenseFp8Args(out_dtype=OutDtype.BF16, n=8, k=32, **pointers), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"flags": 2}, "flags is 2, outside 0 to 1"),
+        ({"tokens": 0}, "tokens is 0, outside 1 to 512"),
+        ({"tokens": 513}, "tokens is 513, outside 1 to 512"),
+        ({"hidden": 4104}, "hidden is 4104, outside 8 to 4096"),
+        ({"hidden": 2884}, "hidden is 2884, no multiple of 8"),
+        ({"experts": 129}, "experts is 129, outside 4 to 128"),
+        ({"first_expert": 32}, "first_expert is 32, outside 0 to 31"),
+        ({"first_expert": 16, "local_experts": 17}, "local_experts is 17, outside 1 to 16"),
+        ({}, "residual is null"),
+        ({"residual": 4104}, "residual at 0x1008 is not aligned to 16"),
+        ({"residual": 4096, "gain": 4096}, "router is null"),
+    ],
+)
+def test_rmsnorm_route_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    values = {"tokens": 64, "hidden": 2880, "experts": 32, "local_experts": 32, "eps": 1e-5}
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.rmsnorm_route(RmsnormRouteArgs(**(values | changes)), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"flags": 2}, "flags is 2, outside 0 to 1"),
+        ({"tokens": -1}, "tokens is -1, outside 0"),
+        ({"hidden": 4104}, "hidden is 4104, outside 8 to 4096"),
+        ({"hidden": 2884}, "hidden is 2884, no multiple of 8"),
+        ({"delta": 4096, "rows": 4096}, "delta and rows are both given"),
+        ({"normed": None}, "normed and quantised are both null"),
+        ({}, "residual is null"),
+        ({"residual": 4096}, "updated is null"),
+        ({"residual": 4096, "updated": 4096, "gain": 4104}, "gain at 0x1008 is not aligned to 16"),
+        ({"residual": 4096, "updated": 4096, "gain": 4096, "rows": 4096}, "expert_ids is null"),
+        ({"residual": 4096, "updated": 4096, "gain": 4096, "quantised": 4096}, "scales is null"),
+    ],
+)
+def test_rmsnorm_quant_refuses_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    values = {"tokens": 64, "hidden": 2880, "eps": 1e-5, "normed": 4096}
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.rmsnorm_quant(RmsnormQuantArgs(**(values | changes)), 0)
+
+
+def test_rmsnorm_quant_of_nothing(library: Library) -> None:
+    library.rmsnorm_quant(RmsnormQuantArgs(hidden=8, residual=4096, updated=4096, gain=4096, normed=4096), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"flags": 2}, "flags is 2, outside 0 to 1"),
+        ({"tokens": 0}, "tokens is 0, outside 1 to 32768"),
+        ({"tokens": 32769}, "tokens is 32769, outside 1 to 32768"),
+        ({"first_expert": -1}, "first_expert is -1"),
+        ({"local_experts": 129}, "local_experts is 129, outside 1 to 128"),
+        ({}, "expert_ids is null"),
+        ({"expert_ids": 4096}, "expert_offsets is null"),
+    ],
+)
+def test_route_rows_refuses_with_the_value(library: Library, changes: dict[str, int], words: str) -> None:
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.route_rows(RouteRowsArgs(**({"tokens": 64, "local_experts": 32} | changes)), 0)

@@ -20,6 +20,9 @@ from gptoss_trt.ops.library import (
     Library,
     LibraryError,
     MoeGemmArgs,
+    RmsnormQuantArgs,
+    RmsnormRouteArgs,
+    RouteRowsArgs,
 )
 
 ROOT = Path(__file__).parents[3]
@@ -34,6 +37,9 @@ COMPILER = shutil.which("cc") or shutil.which("gcc") or "cc"
         (AttentionArgs, "gptoss_trt_attention_args"),
         (DenseFewArgs, "gptoss_trt_dense_few_args"),
         (DenseFp8Args, "gptoss_trt_dense_fp8_args"),
+        (RmsnormQuantArgs, "gptoss_trt_rmsnorm_quant_args"),
+        (RmsnormRouteArgs, "gptoss_trt_rmsnorm_route_args"),
+        (RouteRowsArgs, "gptoss_trt_route_rows_args"),
         (DecodeOneArgs, "gptoss_trt_decode_one_args"),
         (DecodeOneLayer, "gptoss_trt_decode_one_layer"),
     ],

@@ -1,0 +1,49 @@
+// What the blocks of a cluster need of each other.
+#ifndef GPTOSS_TRT_CORE_CLUSTER_CUH_
+#define GPTOSS_TRT_CORE_CLUSTER_CUH_
+
+#include <cstdint>
+
+namespace gptoss {
+
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// All threads of the cluster; their writes to shared memory before it are visible behind it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+
+// The address in block `rank` of the cluster of what is at `address` here.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ float4 cluster_load(uint32_t mapped) {
+  float4 value;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(mapped)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void cluster_store(uint32_t mapped, float value) {
+  asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(mapped), "f"(value) : "memory");
+}
+
+__device__ __forceinline__ void cluster_store(uint32_t mapped, int value) {
+  asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(mapped), "r"(value) : "memory");
+}
+
+}  // namespace gptoss
+
+#endif  // GPTOSS_TRT_CORE_CLUSTER_CUH_
