@@ -201,6 +201,48 @@ def test_rows_of_many_tokens(tokens: int, first: int, local: int) -> None:
         exact(got.cpu(), expected)
 
 
+@pytest.mark.parametrize(("tokens", "experts"), [(9, 128), (64, 32), (256, 32), (700, 128)])
+def test_norms_and_routing_repeat_beside_other_work(tokens: int, experts: int) -> None:
+    """Two layers' worth in a graph, 100 times: clusters, tickets and kernels that begin early leave the same bits."""
+    router, bias, gain = bf16(experts, H, scale=0.02).cuda(), bf16(experts).cuda(), bf16(H).cuda()
+    start, rows = bf16(tokens, H).cuda(), bf16(tokens, 4, H, scale=0.1).cuda()
+
+    def chain() -> list[torch.Tensor]:
+        residual, kept = start.clone(), []
+        for _ in range(2):
+            updated = torch.empty_like(residual)
+            quantised, scales = torch.empty_like(residual, dtype=E4M3), torch.empty(23, tokens, device="cuda")
+            ids = torch.empty(tokens, 4, dtype=torch.int32, device="cuda")
+            sizes = (experts + 1, experts + 1, tokens * 4)
+            lists = [torch.empty(size, dtype=torch.int32, device="cuda") for size in sizes]
+            routed = (ids, torch.empty(tokens, 4, device="cuda"), *lists)
+            OPS.rmsnorm_route(
+                residual, None, gain, 1e-5, router, bias, None, 0, experts, updated, quantised, scales, *routed
+            )
+            normed = torch.empty_like(residual)
+            OPS.moe_combine_norm(rows, ids, 0, experts, updated, gain, 1e-5, normed, None, None)
+            residual = normed
+            kept += [updated, quantised.view(torch.uint8), scales, *routed, normed]
+        return kept
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        chain()
+        want = [x.clone() for x in chain()]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        got = chain()
+    noise, beside = torch.randn(2048, 2048, device="cuda"), torch.cuda.Stream()
+    for turn in range(100):
+        if turn % 2:
+            with torch.cuda.stream(beside):
+                noise @ noise
+        graph.replay()
+        for number, (a, b) in enumerate(zip(got, want, strict=True)):
+            assert torch.equal(a, b), f"replay {turn} differs in output {number}"
+
+
 def test_dependent_launches_in_a_graph_give_the_same_bits() -> None:
     """Kernels that start before their predecessors end, 200 times with other work beside them."""
     weights = [bf16(H, H, scale=0.02).cuda() for _ in range(6)]
