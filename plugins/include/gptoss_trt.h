@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 4
+#define GPTOSS_TRT_ABI_VERSION 5
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
@@ -414,7 +414,7 @@ typedef struct gptoss_trt_decode_one_args {
   float limit;          /* SwiGLU, as in gptoss_trt_moe_gemm_args */
   float alpha;
   float scale;                               /* of attention scores, positive */
-  const gptoss_trt_decode_one_layer* layers; /* [num_layers], on the device */
+  const gptoss_trt_decode_one_layer* layers; /* [num_layers], on the host; read during the call */
   const void* embedding;                     /* bf16 [vocabulary, 2880] */
   const void* final_norm;                    /* bf16 [2880] */
   const void* lm_head;                       /* [vocabulary, 2880], bf16 or e4m3 */
@@ -439,7 +439,7 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_decode_one_workspace(uint64_t* bytes
 /* Launches the forward pass of one token: embedding, all layers (its key and value are written into
  * the caches), logits. h has the static scale. The launch takes every multiprocessor at once and
  * waits for them, so nothing else may hold one for good. Fails with INVALID_ARGUMENT, UNSUPPORTED
- * (a card that is not sm_90 or has fewer than 90 or more than 180 multiprocessors, more experts
+ * (a card that is not sm_90 or has fewer than 128 or more than 135 multiprocessors, more experts
  * than multiprocessors), WORKSPACE_TOO_SMALL or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_decode_one(const gptoss_trt_decode_one_args* args,
                                                        gptoss_trt_stream stream);

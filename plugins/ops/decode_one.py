@@ -1,11 +1,12 @@
 """One token through all layers of a gpt-oss model in one launch of libgptoss_trt.so.
 
 Invariant: a step allocates nothing but its logits, so it can be captured in a CUDA graph; the tensors whose addresses
-the layer table holds are kept alive here. Must not know how a model is put together: its caller hands over tensors.
+the layer records hold are kept alive here. Must not know how a model is put together: its caller hands over tensors.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
@@ -22,7 +23,7 @@ CHANNELS = 2880
 TOP_K = 4
 MOST_LAYERS = 36
 BLOCK_TOKENS = (16, 32, 64)
-MULTIPROCESSORS = (90, 180)
+MULTIPROCESSORS = (128, 135)
 
 
 @dataclass(frozen=True)
@@ -73,11 +74,10 @@ class DecodeOne:
     """A model's forward pass of one token."""
 
     def __init__(self, layers: Sequence[LayerTensors], whole: Whole) -> None:
-        """Copies the table of layers to their device and zeroes a workspace there; synchronises with neither."""
-        self._layers, self._whole = tuple(layers), whole  # their addresses are in the table
+        """Zeroes a workspace on the layers' device; does not wait for it."""
+        self._layers, self._whole = tuple(layers), whole  # their addresses are in the records
         device = whole.embedding.device
-        records = (DecodeOneLayer * len(layers))(*(layer.record() for layer in layers))
-        self._table = torch.frombuffer(bytearray(bytes(records)), dtype=torch.uint8).to(device)
+        self._records = (DecodeOneLayer * len(layers))(*(layer.record() for layer in layers))
         self._workspace = torch.zeros(library.load().decode_one_workspace(), dtype=torch.uint8, device=device)
         self._args = DecodeOneArgs(
             format=DenseFormat.BF16 if whole.lm_head_scale is None else DenseFormat.FP8,
@@ -89,7 +89,7 @@ class DecodeOne:
             limit=whole.limit,
             alpha=whole.alpha,
             scale=whole.scale,
-            layers=self._table.data_ptr(),
+            layers=ctypes.addressof(self._records),
             embedding=whole.embedding.data_ptr(),
             final_norm=whole.final_norm.data_ptr(),
             lm_head=whole.lm_head.data_ptr(),

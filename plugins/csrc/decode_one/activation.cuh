@@ -11,7 +11,6 @@
 
 #include <cstdint>
 
-#include "core/e4m3.cuh"
 #include "decode_one/exchange.cuh"
 #include "decode_one/shared.cuh"
 #include "moe_gemm_fp8/epilogue.cuh"
@@ -77,20 +76,24 @@ __device__ __forceinline__ int permuted_word(int word) {
   return word / 16 * 16 + word % 4 * 4 + word % 16 / 4;
 }
 
-// Group b of `value` for a dense product: bf16 (of values that are bf16 already), or e4m3 as fp16
-// with the group's scale. Called by whole warps.
+__device__ __forceinline__ void store_bf16(Shared& shared, int block, int lane, float4 value) {
+  reinterpret_cast<uint2*>(shared.activation.dense)[block * 32 + lane] =
+      make_uint2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
+}
+
+// Group b of `value` for a dense product: bf16 (of values that are bf16 already), or e4m3 with the
+// group's scale. Called by whole warps.
 template <Format kFormat>
 __device__ __forceinline__ void store_dense(Shared& shared, int block, int lane, bool inside,
                                             float4 value) {
-  uint2 words = make_uint2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
   if constexpr (kFormat == Format::kFp8) {
     uint32_t codes;
     const float scale = quantise_group(value, codes);
-    words = halves_of_word(codes);
     if (lane == 0) shared.x_scale[block] = scale;
-  }
-  if (inside) {
-    *reinterpret_cast<uint2*>(shared.activation.dense + block * kScaleColumns + 4 * lane) = words;
+    // Columns behind the last have zero weights; their codes are zeros too.
+    reinterpret_cast<uint32_t*>(shared.activation.dense)[block * 32 + lane] = codes;
+  } else {
+    if (inside) store_bf16(shared, block, lane, value);
   }
 }
 
@@ -103,10 +106,7 @@ __device__ __forceinline__ void store_experts(Shared& shared, int block, int lan
   const int word = block * 32 + lane;
   // Columns behind kHidden have zero weights; their codes are zeros too.
   reinterpret_cast<uint32_t*>(shared.activation.experts)[permuted_word(word)] = codes;
-  if (inside) {
-    *reinterpret_cast<uint2*>(shared.activation.dense + block * kScaleColumns + 4 * lane) =
-        make_uint2(pack_pair(value.x, value.y), pack_pair(value.z, value.w));
-  }
+  if (inside) store_bf16(shared, block, lane, value);
 }
 
 // One lane's part of the residual stream.
@@ -116,7 +116,7 @@ class Stream {
 
   __device__ __forceinline__ Stream() {
 #pragma unroll
-    for (int i = 0; i < kBlocks; ++i) x_[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < kBlocks; ++i) x_[i] = make_uint2(0, 0);
   }
 
   // x = a row of the embedding.
@@ -124,8 +124,7 @@ class Stream {
     const Place at;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      if (at.inside(i))
-        x_[i] = four_floats(__ldg(reinterpret_cast<const uint2*>(row + at.column(i))));
+      if (at.inside(i)) x_[i] = __ldg(reinterpret_cast<const uint2*>(row + at.column(i)));
     }
   }
 
@@ -168,8 +167,9 @@ class Stream {
         total.x += more.x, total.y += more.y, total.z += more.z, total.w += more.w;
       }
       if (!at.inside(i)) continue;
-      x_[i] = make_float4(round_bf16(x_[i].x + total.x), round_bf16(x_[i].y + total.y),
-                          round_bf16(x_[i].z + total.z), round_bf16(x_[i].w + total.w));
+      const float4 x = four_floats(x_[i]);
+      x_[i] = make_uint2(pack_pair(x.x + total.x, x.y + total.y),
+                         pack_pair(x.z + total.z, x.w + total.w));
     }
   }
   // Hands each group of the norm of x to `store` (block, lane, inside, value), then all warps meet.
@@ -180,7 +180,8 @@ class Stream {
     float squares = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
-      squares += x_[i].x * x_[i].x + x_[i].y * x_[i].y + x_[i].z * x_[i].z + x_[i].w * x_[i].w;
+      const float4 x = four_floats(x_[i]);
+      squares += x.x * x.x + x.y * x.y + x.z * x.z + x.w * x.w;
     }
     squares = warp_sum(squares);
     if (at.lane == 0) shared.reduced[at.warp] = squares;
@@ -195,12 +196,11 @@ class Stream {
     for (int i = 0; i < kBlocks; ++i) {
       const int block = at.warp + i * kWarps;
       if (block >= kScaleBlocks) break;
-      const float4 weight = four_floats(gain.pairs[i]);
-      store(block, at.lane, at.inside(i),
-            make_float4(round_bf16(x_[i].x * inverse * weight.x),
-                        round_bf16(x_[i].y * inverse * weight.y),
-                        round_bf16(x_[i].z * inverse * weight.z),
-                        round_bf16(x_[i].w * inverse * weight.w)));
+      const float4 weight = four_floats(gain.pairs[i]), x = four_floats(x_[i]);
+      store(
+          block, at.lane, at.inside(i),
+          make_float4(round_bf16(x.x * inverse * weight.x), round_bf16(x.y * inverse * weight.y),
+                      round_bf16(x.z * inverse * weight.z), round_bf16(x.w * inverse * weight.w)));
     }
     async_proxy_fence();  // WGMMA reads some of it
     compute_sync();
@@ -218,7 +218,7 @@ class Stream {
     __device__ __forceinline__ bool inside(int i) const { return column(i) < kHidden; }
   };
 
-  float4 x_[kBlocks];
+  uint2 x_[kBlocks];  // bf16, as it is rounded after every sum
 };
 
 }  // namespace gptoss::one

@@ -1,5 +1,6 @@
 // Is the call legal? The C functions of decode_one: checks with the values in their texts, then
 // launch.
+#include <algorithm>
 #include <cinttypes>
 #include <cstdint>
 
@@ -83,12 +84,11 @@ gptoss_trt_status check_fit(const Args& args, int multiprocessors) {
 
 Params make_params(const Args& args) {
   Params p{};
-  p.layers = args.layers;
+  std::copy_n(args.layers, args.num_layers, p.layers);
   p.num_layers = args.num_layers;
   p.experts = args.experts;
   p.embedding = static_cast<const uint16_t*>(args.embedding);
   p.final_norm = static_cast<const uint16_t*>(args.final_norm);
-  p.lm_head = static_cast<const uint8_t*>(args.lm_head);
   p.lm_head_scale = args.lm_head_scale;
   p.cos_sin = args.cos_sin;
   p.token_ids = args.token_ids;
@@ -132,7 +132,9 @@ extern "C" gptoss_trt_status gptoss_trt_decode_one(const gptoss_trt_decode_one_a
   if (status == GPTOSS_TRT_OK) status = gptoss::check_card(kCall, &multiprocessors);
   if (status == GPTOSS_TRT_OK) status = check_fit(*args, multiprocessors);
   if (status != GPTOSS_TRT_OK) return status;
-  const cudaError_t error = launch_decode_one(static_cast<Format>(args->format), make_params(*args),
-                                              multiprocessors, static_cast<cudaStream_t>(stream));
+  Params params = make_params(*args);
+  const cudaError_t error =
+      launch_decode_one(static_cast<Format>(args->format), params, args->lm_head, multiprocessors,
+                        static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? GPTOSS_TRT_OK : gptoss::cuda_failure(kCall, "launch", error);
 }

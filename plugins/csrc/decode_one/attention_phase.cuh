@@ -1,6 +1,7 @@
 // Rotation, append and attention of one token: block b serves KV head b % 8 and one part of its
-// keys, a tile of 16 keys a warp at a time; the parts' results meet in the mailbox, where each part
-// adds up its share of the columns. Arithmetic of a tile is that of attention/decode_kernel.cuh.
+// keys, a tile of 16 keys a warp at a time, by the first warps; the parts' results meet in the
+// mailbox, where each part adds up its share of the columns. Arithmetic of a tile is that of
+// attention/decode_kernel.cuh.
 //
 // Invariant: which keys a block has, and the angles, are the same in all layers of a kind, so they
 // are found once a launch; the token's own key never comes from the cache.
@@ -23,13 +24,17 @@ using attention::WarpState;
 constexpr int kHeadValues = kGroup * kHeadDim;
 constexpr int kRowWords = kHeadDim / 8;  // 16-byte words of a row of the cache
 constexpr int kNoRow = -1;
+constexpr int kAttentionThreads = 32 * kAttentionWarps;
+
+// Barrier of the warps of attention.
+__device__ __forceinline__ void attention_sync() { named_barrier_sync(2, kAttentionThreads); }
 
 // ---- once a launch ------------------------------------------------------------------------------
 
 // Parts of `tiles` tiles of keys: a tile for each warp while there are blocks.
 __device__ __forceinline__ int parts_of(int tiles) {
   int parts = 1;
-  while (parts < kMostParts && tiles > parts * kWarps) parts *= 2;
+  while (parts < kMostParts && tiles > parts * kAttentionWarps) parts *= 2;
   return parts;
 }
 
@@ -84,23 +89,31 @@ struct FirstRows {
 
   __device__ __forceinline__ FirstRows(const Params& p, const Shared& shared) {
     const int warp = thread_index() / 32;
-    full = warp < shared.keys[0].tiles ? row_of_tile(p, false, shared.keys[0].first_tile + warp)
-                                       : kNoRow;
-    window = warp < shared.keys[1].tiles ? row_of_tile(p, true, shared.keys[1].first_tile + warp)
-                                         : kNoRow;
+    full = warp < min(shared.keys[0].tiles, kAttentionWarps)
+               ? row_of_tile(p, false, shared.keys[0].first_tile + warp)
+               : kNoRow;
+    window = warp < min(shared.keys[1].tiles, kAttentionWarps)
+                 ? row_of_tile(p, true, shared.keys[1].first_tile + warp)
+                 : kNoRow;
   }
 };
 
 // ---- in every layer -----------------------------------------------------------------------------
 
-// Asks for this warp's first tile to come into the second-level cache.
-__device__ __forceinline__ void prefetch_keys(const Layer& layer, const KeyRange& keys, int row) {
-  if (keys.parts == 0 || row == kNoRow) return;
+// Asks for the block's tiles to come into the second-level cache.
+__device__ __forceinline__ void prefetch_keys(const Params& p, const Layer& layer,
+                                              const KeyRange& keys, bool window) {
+  if (keys.parts == 0) return;
   const int lane = thread_index() % 32;
   const void* cache = lane < kTileKeys ? layer.k_cache : layer.v_cache;
-  const auto* line =
-      static_cast<const uint4*>(cache) + static_cast<int64_t>(row + lane % kTileKeys) * kRowWords;
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+#pragma unroll 1
+  for (int i = thread_index() / 32; i < keys.tiles; i += kWarps) {
+    const int row = row_of_tile(p, window, keys.first_tile + i);
+    if (row == kNoRow) continue;
+    const auto* line =
+        static_cast<const uint4*>(cache) + static_cast<int64_t>(row + lane % kTileKeys) * kRowWords;
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(line));
+  }
 }
 
 // Keys and values of one tile, as attention::load_tile lays them into registers; zeros for keys
@@ -160,7 +173,8 @@ __device__ __forceinline__ void rotate(const Params& p, const Layer& layer, Shar
   const auto* angles = reinterpret_cast<const float2*>(shared.angles);
   const float2 cosine = angles[pair], sine = angles[kPairsOfHalf + pair];
   uint32_t words[2];
-  receive<2>(mailbox_of(p, Mailbox::kQkv) + first_row / 2 + pair, kHalf / 2, flag, words);
+  const uint64_t* packets = mailbox_of(p, Mailbox::kQkv) + first_row / 2 + pair;
+  receive_each<2>([packets](int i) { return packets + i * (kHalf / 2); }, flag, words);
   if (kind < 2) {
     const float2 first = make_float2(low_float(words[0]), high_float(words[0]));
     const float2 second = make_float2(low_float(words[1]), high_float(words[1]));
@@ -217,7 +231,7 @@ __device__ __forceinline__ Merged merge_warps(const AttentionShared& shared, int
   const float factor = attention::exp2_fast(own - merged.top);
   merged.total = warp_sum(lane < warps ? shared.total[lane][query] * factor : 0.0f);
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) {
+  for (int w = 0; w < kAttentionWarps; ++w) {
     if (w >= warps) break;
     const float weight = __shfl_sync(0xFFFFFFFFu, factor, w);
     const float2 more = *reinterpret_cast<const float2*>(shared.out[w] + 2 * thread_index());
@@ -226,7 +240,7 @@ __device__ __forceinline__ Merged merge_warps(const AttentionShared& shared, int
   }
   return merged;
 }
-static_assert(kWarps == kGroup && kComputeThreads == kHeadValues / 2, "a pair of columns a thread");
+static_assert(kAttentionWarps >= kGroup && 32 * kGroup == kHeadValues / 2, "a pair a thread");
 
 // Exchanges the parts of one head: the result of pair `part` * 256 / parts + thread_index() /
 // parts, in every thread of it.
@@ -280,43 +294,45 @@ __device__ __forceinline__ void attention_phase(const Params& p, const Layer& la
   const KeyRange keys = shared.keys[window];
   if (keys.parts == 0) return;
   const int warp = thread_index() / 32, lane = thread_index() % 32;
+  if (warp >= kAttentionWarps) {
+    compute_sync();
+    return;
+  }
   const int part = static_cast<int>(blockIdx.x) / kKvHeads, kv_head = kv_head_of_block();
   const int cached = keys.owner ? keys.end - 1 : keys.end;  // keys of earlier steps end here
-  Tile even, odd;
-  const auto load = [&](int i, int row, Tile& tile) {
+  Tile tile;
+  const auto load = [&](int i, int row) {
     load_tile(layer, keys.begin, cached, keys.first_tile + i, row, tile);
   };
-  const auto load_found = [&](int i, Tile& tile) {
-    load(i, row_of_tile(p, window, keys.first_tile + i), tile);
-  };
-  if (warp < keys.tiles) load(warp, window ? rows.window : rows.full, even);
+  if (warp < keys.tiles) load(warp, window ? rows.window : rows.full);
   const int pair = part * ((kHeadValues / 2) / keys.parts) + thread_index() / keys.parts;
   const float sink = bf16_to_float(
       __ldg(static_cast<const uint16_t*>(layer.sinks) + kv_head * kGroup + pair / 32));
   rotate(p, layer, shared, keys, window, flag);
-  compute_sync();
+  attention_sync();
   auto& meeting = shared.attention;
   const auto* query = reinterpret_cast<const uint4*>(meeting.rows[lane / 4]);
   const uint4 q[2] = {query[lane % 4], query[4 + lane % 4]};
   WarpState state;
-  const auto add = [&](int i, Tile& now) {
-    const int tile = keys.first_tile + i;
-    if (keys.owner && tile == (keys.end - 1) / kTileKeys) {
-      insert_new(meeting, (keys.end - 1) % kTileKeys, now);
-    }
-    attention::add_tile(now, q, tile * kTileKeys, keys.begin, keys.end, p.scale_log2, lane, state);
-  };
+  // One tile at a time: two take more registers than there are, and later ones are in the
+  // second-level cache by now.
 #pragma unroll 1
-  for (int i = warp; i < keys.tiles; i += 2 * kWarps) {
-    if (i + kWarps < keys.tiles) load_found(i + kWarps, odd);
-    add(i, even);
-    if (i + kWarps >= keys.tiles) break;
-    if (i + 2 * kWarps < keys.tiles) load_found(i + 2 * kWarps, even);
-    add(i + kWarps, odd);
+  for (int i = warp; i < keys.tiles; i += kAttentionWarps) {
+    const int number = keys.first_tile + i;
+    if (i != warp) load(i, row_of_tile(p, window, number));
+    if (keys.owner && number == (keys.end - 1) / kTileKeys) {
+      insert_new(meeting, (keys.end - 1) % kTileKeys, tile);
+    }
+    attention::add_tile(tile, q, number * kTileKeys, keys.begin, keys.end, p.scale_log2, lane,
+                        state);
   }
   if (warp < keys.tiles) leave_state(meeting, state);
-  compute_sync();
-  Merged merged = merge_warps(meeting, min(keys.tiles, kWarps));
+  attention_sync();
+  if (warp >= kGroup) {
+    compute_sync();
+    return;
+  }
+  Merged merged = merge_warps(meeting, min(keys.tiles, kAttentionWarps));
   if (keys.parts > 1) merged = merge_parts(p, merged, kv_head, part, keys.parts, pair, flag);
   if (thread_index() % keys.parts == 0) {
     send(mailbox_of(p, Mailbox::kAttention) + kv_head * (kHeadValues / 2) + pair,
@@ -325,19 +341,19 @@ __device__ __forceinline__ void attention_phase(const Params& p, const Layer& la
   compute_sync();  // what comes next takes the same shared memory
 }
 
-// The attended vector, ready for the output projection.
+// This block's part of the attended vector, ready for the output projection.
 template <Format kFormat>
-__device__ __forceinline__ void take_attended(const Params& p, Shared& shared, uint32_t flag) {
-  constexpr int kBlocks = kAttended / kScaleColumns / kWarps;
+__device__ __forceinline__ void take_attended(const Params& p, Shared& shared, int part,
+                                              uint32_t flag) {
+  constexpr int kColumns = kAttended / kOutParts;
+  static_assert(kColumns == kWarps * kScaleColumns, "a group of columns a warp");
   const int warp = thread_index() / 32, lane = thread_index() % 32;
-  const uint64_t* mine = mailbox_of(p, Mailbox::kAttention) + (warp * kScaleColumns + 4 * lane) / 2;
-  uint2 pairs[kBlocks];
-  receive_pairs<kBlocks>([mine](int i) { return mine + i * (kWarps * kScaleColumns / 2); }, flag,
-                         pairs);
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    store_dense<kFormat>(shared, warp + i * kWarps, lane, true, four_floats(pairs[i]));
-  }
+  const uint64_t* mine = mailbox_of(p, Mailbox::kAttention) + part * (kColumns / 2) +
+                         (warp * kScaleColumns + 4 * lane) / 2;
+  uint2 pairs[1];
+  receive_pairs<1>([mine](int) { return mine; }, flag, pairs);
+  store_dense<kFormat>(shared, warp, lane, true, four_floats(pairs[0]));
+  async_proxy_fence();  // WGMMA reads it
   compute_sync();
 }
 

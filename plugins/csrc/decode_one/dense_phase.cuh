@@ -1,9 +1,9 @@
-// A dense product of one token: tiles of 8 rows from the ring. Each warp has columns of K of its
-// own, whose part of the token stays in registers over all tiles; sums meet in shared memory.
+// A dense product of one token: strips of rows from the ring, as tensor copies leave them, and the
+// token by WGMMA, both from shared memory. A warpgroup takes every fourth tile of K; their sums
+// meet in shared memory.
 //
-// Weights are the N operand of mma.sync, straight from the row that they lie in: K is permuted
-// alike on both sides. All eight token rows of the M operand's upper half hold the one token, so
-// every lane ends with sums of two rows.
+// Strips are shorter than the 64 rows of an instruction: the others are what lies behind, and mean
+// nothing. The token is the plain vector, as in expert_phase.cuh.
 #ifndef GPTOSS_TRT_DECODE_ONE_DENSE_PHASE_CUH_
 #define GPTOSS_TRT_DECODE_ONE_DENSE_PHASE_CUH_
 
@@ -14,193 +14,119 @@
 
 namespace gptoss::one {
 
-// c += a b for 16 columns of K; a's rows 8 to 15 are zeros.
+// d[64, 8] = a[64, 32 bytes] b[8, 32 bytes]^T (+ d when `accumulate` is not 0), by descriptors.
 template <Format kFormat>
-__device__ __forceinline__ void multiply_columns(float (&c)[4], uint32_t x0, uint32_t x1,
-                                                 uint32_t w0, uint32_t w1) {
-  const uint32_t zero = 0;
-  if constexpr (kFormat == Format::kBf16) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, "
-        "{%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(x0), "r"(zero), "r"(x1), "r"(w0), "r"(w1));
-  } else {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %5}, "
-        "{%7, %8}, {%0, %1, %2, %3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(x0), "r"(zero), "r"(x1), "r"(w0), "r"(w1));
-  }
-}
-
-// A token's part of one unit, as the instructions want it.
-template <Format kFormat>
-struct TokenUnit {
-  uint4 words[kFormat == Format::kBf16 ? 1 : 2];
-};
-
-// 64 bytes of eight rows, this lane's row and quarter, times the same columns of the token.
-template <Format kFormat>
-__device__ __forceinline__ float2 multiply_unit(uint4 w, const TokenUnit<kFormat>& x) {
-  float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-  const uint4 a = x.words[0];
-  if constexpr (kFormat == Format::kBf16) {
-    multiply_columns<kFormat>(c, a.x, a.y, w.x, w.y);
-    multiply_columns<kFormat>(c, a.z, a.w, w.z, w.w);
-    return make_float2(c[0], c[1]);
-  } else {
-    float d[4] = {0.0f, 0.0f, 0.0f, 0.0f};  // two chains: an instruction's latency counts
-    const uint4 b = x.words[1];
-    multiply_columns<kFormat>(c, a.x, a.y, halves_of(w.x & 0xFFFF), halves_of(w.x >> 16));
-    multiply_columns<kFormat>(d, b.x, b.y, halves_of(w.z & 0xFFFF), halves_of(w.z >> 16));
-    multiply_columns<kFormat>(c, a.z, a.w, halves_of(w.y & 0xFFFF), halves_of(w.y >> 16));
-    multiply_columns<kFormat>(d, b.z, b.w, halves_of(w.w & 0xFFFF), halves_of(w.w >> 16));
-    return make_float2(c[0] + d[0], c[1] + d[1]);
-  }
-}
-
-// The scales of the rows that this block computes, into shared memory; before the activation comes.
-template <Format kFormat, int kColumns>
-__device__ __forceinline__ void load_weight_scales(Shared& shared, const float* scale,
-                                                   const TileRange& tiles) {
+__device__ __forceinline__ void multiply_shared(float (&d)[4], uint64_t a, uint64_t b,
+                                                int accumulate) {
   if constexpr (kFormat == Format::kFp8) {
-    constexpr int kBlocks = moe::ceil_div(kColumns, kScaleColumns);
-    const int first = tiles.first * kTileRows / kScaleColumns;
-    const int lines = (tiles.end * kTileRows - 1) / kScaleColumns - first + 1;
-    for (int i = thread_index(); i < lines * kBlocks; i += kComputeThreads) {
-      shared.weight_scale[i / kBlocks][i % kBlocks] = __ldg(scale + first * kBlocks + i);
+    asm volatile(
+        "{\n"
+        ".reg .pred accumulate;\n"
+        "setp.ne.b32 accumulate, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3 {%0, %1, %2, %3}, %4, %5, "
+        "accumulate, 1, 1;\n"
+        "}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(accumulate));
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred accumulate;\n"
+        "setp.ne.b32 accumulate, %6, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {%0, %1, %2, %3}, %4, %5, "
+        "accumulate, 1, 1, 0, 0;\n"
+        "}\n"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+}
+
+// The scales of rows [row, row + rows) and kTiles tiles of K from `first_tile` on, into shared
+// memory; before the activation comes. `columns` is how many a line of the scales has.
+template <Format kFormat, int kTiles>
+__device__ __forceinline__ void load_weight_scales(Shared& shared, const float* scale, int row,
+                                                   int rows, int columns, int first_tile) {
+  if constexpr (kFormat == Format::kFp8) {
+    const int first = row / kScaleColumns;
+    const int lines = (row + rows - 1) / kScaleColumns - first + 1;
+    for (int i = thread_index(); i < lines * kTiles; i += kComputeThreads) {
+      shared.weight_scale[i / kTiles][i % kTiles] =
+          __ldg(scale + (first + i / kTiles) * columns + first_tile + i % kTiles);
     }
   }
 }
 
-// A warp's columns of K, the same in all tiles: units w, w + 16, .. of a chunk, counted from its
-// end in every other chunk so that no warp has the odd one twice.
-template <Format kFormat, int kColumns>
-class DenseWarp {
- public:
-  using Shape = DenseShape<kFormat, kColumns>;
-
-  __device__ __forceinline__ explicit DenseWarp(const Shared& shared) {
-    const int t = thread_index() % 4;
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-#pragma unroll
-      for (int slot = 0; slot < Shape::kSlots; ++slot) {
-        const int i = chunk * Shape::kSlots + slot;
-        const int column = has(chunk, slot) ? first_column(chunk, slot) : 0;
-        const auto* x = reinterpret_cast<const uint4*>(shared.activation.dense + column +
-                                                       t * (Shape::kUnitColumns / 4));
-        token_[i].words[0] = x[0];
-        scale_[i] = has(chunk, slot) ? 1.0f : 0.0f;
-        if constexpr (kFormat == Format::kFp8) {
-          token_[i].words[1] = x[1];
-          scale_[i] *= shared.x_scale[column / kScaleColumns];
-        }
-      }
-    }
-  }
-
-  // This warp's weights of one tile, from the ring's next stages, which are given back.
-  struct Held {
-    uint4 words[Shape::kChunks * Shape::kSlots];
-  };
-  __device__ __forceinline__ void fetch(Ring& ring, Held& held) const {
-    const int lane = thread_index() % 32;
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-      ring.wait();
-      const uint32_t weights = ring.address() + lane / 4 * Shape::kPitch + lane % 4 * 16;
-#pragma unroll
-      for (int slot = 0; slot < Shape::kSlots; ++slot) {
-        // A place behind the chunk's last unit takes the first: it counts as nothing.
-        held.words[chunk * Shape::kSlots + slot] =
-            load_shared_u128(weights + (has(chunk, slot) ? unit(chunk, slot) : 0) * kUnitBytes);
-      }
-      ring.release();
-    }
-  }
-
-  // Sums of two rows of the tile over this warp's columns; `scales` are the tile's.
-  __device__ __forceinline__ float2 multiply(const Held& held, const float* scales) const {
-    float2 sum = make_float2(0.0f, 0.0f);
-#pragma unroll
-    for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-#pragma unroll
-      for (int slot = 0; slot < Shape::kSlots; ++slot) {
-        const int i = chunk * Shape::kSlots + slot;
-        const float2 part = multiply_unit<kFormat>(held.words[i], token_[i]);
-        float scale = scale_[i];
-        if constexpr (kFormat == Format::kFp8) scale *= scales[block_of(chunk, slot)];
-        sum.x = fmaf(part.x, scale, sum.x);
-        sum.y = fmaf(part.y, scale, sum.y);
-      }
-    }
-    return sum;
-  }
-
- private:
-  static __device__ __forceinline__ int unit(int chunk, int slot) {
-    const int warp = thread_index() / 32;
-    return slot * kWarps + (chunk % 2 == 0 ? warp : kWarps - 1 - warp);
-  }
-  static __device__ __forceinline__ bool has(int chunk, int slot) {
-    return unit(chunk, slot) < Shape::chunk_bytes(chunk) / kUnitBytes;
-  }
-  static __device__ __forceinline__ int block_of(int chunk, int slot) {
-    return has(chunk, slot) ? first_column(chunk, slot) / kScaleColumns : 0;
-  }
-  static __device__ __forceinline__ int first_column(int chunk, int slot) {
-    return chunk * (Shape::kChunkBytes / Shape::kElement) + unit(chunk, slot) * Shape::kUnitColumns;
-  }
-
-  TokenUnit<kFormat> token_[Shape::kChunks * Shape::kSlots];
-  float scale_[Shape::kChunks * Shape::kSlots];
-};
-
-// Takes this block's tiles of a weight of kColumns columns from the ring; `finish` (row, sums of it
-// and of the next row) is called by one thread for each pair of rows, batch after batch.
-template <Format kFormat, int kColumns, class Finish>
-__device__ __forceinline__ void dense_phase(Shared& shared, Ring& ring, const TileRange tiles,
-                                            Finish finish) {
+// Takes one strip of rows from the ring; `finish` (row, sums of it and of the next row) is called
+// by the first threads, one for each pair of rows. `scale_row` is the first row of those whose
+// scales are loaded.
+template <Format kFormat, class Shape, class Finish>
+__device__ __forceinline__ void dense_phase(Shared& shared, Ring& ring, int row, int scale_row,
+                                            int buffer, Finish finish) {
+  constexpr int kSteps = kTileRowBytes / 32;  // instructions of a tile
+  const int warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
   const int lane = thread_index() % 32;
-  const int first_scale = tiles.first * kTileRows / kScaleColumns;
-  const DenseWarp<kFormat, kColumns> warp(shared);
-  using Warp = DenseWarp<kFormat, kColumns>;
-  typename Warp::Held held;
-  int buffer = 0;
+  const int low_row = thread_index() % 128 / 32 * 16 + lane / 4;  // of this thread; and + 8
+  const uint64_t x = wgmma_descriptor(shared_address(shared.activation.dense), 16, 128);
+  const float *low_scale = nullptr, *high_scale = nullptr;
+  if constexpr (kFormat == Format::kFp8) {
+    const int first = scale_row / kScaleColumns;
+    // Rows behind the strip have the last line's.
+    low_scale = shared.weight_scale[(row + min(low_row, Shape::kRows - 1)) / kScaleColumns - first];
+    high_scale =
+        shared.weight_scale[(row + min(low_row + 8, Shape::kRows - 1)) / kScaleColumns - first];
+  }
+  float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  float2 sums = make_float2(0.0f, 0.0f);
 #pragma unroll 1
-  for (int start = tiles.first; start < tiles.end; start += kBatchTiles, buffer ^= 1) {
-    const int count = min(kBatchTiles, tiles.end - start);
-    // Fetching a tile ahead takes more registers than it saves time (measured).
-#pragma unroll 1
-    for (int i = 0; i < count; ++i) {
-      warp.fetch(ring, held);
-      const int line = (start + i) * kTileRows / kScaleColumns - first_scale;
-      const float2 sum = warp.multiply(held, shared.weight_scale[line]);
-      if (lane < 4) {
-        *reinterpret_cast<float2*>(shared.dense_partial[buffer][i][thread_index() / 32] +
-                                   2 * lane) = sum;
-      }
-    }
-    compute_sync();
-    if (thread_index() < count * (kTileRows / 2)) {
-      const int i = thread_index() / (kTileRows / 2), pair = thread_index() % (kTileRows / 2);
-      float2 total = make_float2(0.0f, 0.0f);
+  for (int first = 0; first < Shape::kTiles; first += Shape::kTogether) {
+    ring.wait();
+    const int i = (warpgroup - first) & (kWarpgroups - 1), tile = first + i;
+    if (i < Shape::kTogether && tile < Shape::kTiles) {
+      const uint64_t weights = dense_fp8::swizzled_rows(ring.address() + i * Shape::kTileBytes);
+      wgmma_fence();
 #pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float2 more =
-            *reinterpret_cast<const float2*>(shared.dense_partial[buffer][i][w] + 2 * pair);
-        total.x += more.x, total.y += more.y;
+      for (int j = 0; j < kSteps; ++j) {
+        multiply_shared<kFormat>(acc, weights + j * 2, x + tile * (kSteps * 2) + j * 2,
+                                 kFormat == Format::kBf16 || j > 0);
       }
-      finish((start + i) * kTileRows + 2 * pair, total);
+      wgmma_commit();
+      if constexpr (kFormat == Format::kFp8) {
+        const float token = shared.x_scale[tile];
+        const float low = low_scale[tile] * token, high = high_scale[tile] * token;
+        wgmma_wait_all();
+        wgmma_settle(acc);
+        sums.x = fmaf(acc[0], low, sums.x);
+        sums.y = fmaf(acc[2], high, sums.y);
+      } else {
+        wgmma_wait_all();
+        wgmma_settle(acc);
+      }
     }
+    ring.release();
+  }
+  if constexpr (kFormat == Format::kBf16) sums = make_float2(acc[0], acc[2]);
+  if (lane % 4 == 0) {
+    shared.dense_partial[buffer][warpgroup][low_row] = sums.x;
+    shared.dense_partial[buffer][warpgroup][low_row + 8] = sums.y;
+  }
+  compute_sync();
+  if (thread_index() < Shape::kRows / 2) {
+    float2 total = make_float2(0.0f, 0.0f);
+#pragma unroll
+    for (int w = 0; w < kWarpgroups; ++w) {
+      const float2 more =
+          *reinterpret_cast<const float2*>(shared.dense_partial[buffer][w] + 2 * thread_index());
+      total.x += more.x, total.y += more.y;
+    }
+    finish(row + 2 * thread_index(), total);
   }
 }
 
-// The bias of the rows that this thread will finish, when there is one batch; before the wait.
-__device__ __forceinline__ float2 load_bias(const void* bias, const TileRange& tiles) {
-  const int pair = tiles.first * (kTileRows / 2) + thread_index();
-  if (pair >= tiles.end * (kTileRows / 2)) return make_float2(0.0f, 0.0f);
-  const uint32_t words = __ldg(static_cast<const uint32_t*>(bias) + pair);
+// The bias of the two rows that this thread will finish; before the wait.
+template <int kRows>
+__device__ __forceinline__ float2 load_bias(const void* bias, int row) {
+  if (thread_index() >= kRows / 2) return make_float2(0.0f, 0.0f);
+  const uint32_t words = __ldg(static_cast<const uint32_t*>(bias) + row / 2 + thread_index());
   return make_float2(low_float(words), high_float(words));
 }
 

@@ -2,9 +2,10 @@
 // number of the layer that they belong to, written and read as one 64-bit word. A reader asks until
 // the number is right, so there is no barrier, no fence and no second trip for the data.
 //
-// Invariant: a packet is overwritten only by a block that has seen work of the layer after from
-// every block, or of the same layer behind its last reader. All blocks have rows of qkv and of
-// `down`, so whoever writes a mailbox of layer l + 1 knows that all have read those of layer l.
+// Invariant: a packet is overwritten only by a block that knows all its readers to be done. All
+// blocks have rows of `down`, which each sends when it has read all else of its layer and the rows
+// of the layer before; so whoever has seen the rows of layer l may write all mailboxes of layer l +
+// 1, the rows' own but for those of layer l itself: rows have two mailboxes, by turns.
 #ifndef GPTOSS_TRT_DECODE_ONE_EXCHANGE_CUH_
 #define GPTOSS_TRT_DECODE_ONE_EXCHANGE_CUH_
 
@@ -68,16 +69,17 @@ class Patience {
   int turns_ = 0;
 };
 
-// The values of kCount packets, `stride` apart, once all of them are of `flag`'s layer.
-template <int kCount>
-__device__ __forceinline__ void receive(const uint64_t* packets, int stride, uint32_t flag,
-                                        uint32_t (&values)[kCount]) {
+// The values of kCount packets, once all of them are of `flag`'s layer; `place` (i) is where the
+// i-th lies.
+template <int kCount, class Place>
+__device__ __forceinline__ void receive_each(Place place, uint32_t flag,
+                                             uint32_t (&values)[kCount]) {
   Patience patience;
   while (true) {
     uint64_t words[kCount];
     bool here = true;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) words[i] = peek(packets + i * stride);
+    for (int i = 0; i < kCount; ++i) words[i] = peek(place(i));
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       here = here && flag_of(words[i]) == flag;
@@ -86,12 +88,6 @@ __device__ __forceinline__ void receive(const uint64_t* packets, int stride, uin
     if (here) return;
     patience.turn();
   }
-}
-
-__device__ __forceinline__ uint32_t receive_one(const uint64_t* packet, uint32_t flag) {
-  uint32_t value[1];
-  receive<1>(packet, 0, flag, value);
-  return value[0];
 }
 
 // The values of kCount pairs of neighbouring packets; `place` (i) is where the i-th pair lies.

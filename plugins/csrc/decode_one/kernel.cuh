@@ -19,19 +19,61 @@ namespace gptoss::one {
 
 __constant__ constexpr moe::CodeTable kCodes = moe::make_code_table();
 
+// Asks for what a layer reads beside its weights to come into the second-level cache: each block of
+// threads for some of the lines, by one warp.
+template <Format kFormat>
+__device__ __forceinline__ void prefetch_vectors(const Params& p, const Layer& layer) {
+  const int thread = static_cast<int>(blockIdx.x) * 32 + threadIdx.x % 32;
+  int first = 0;
+  const auto ask = [&](const void* vector, int bytes) {
+    const int line = thread - first, lines = (bytes + 127) / 128;
+    if (line >= 0 && line < lines) {
+      asm volatile(
+          "prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(vector) + line * 128));
+    }
+    first += lines;
+  };
+  constexpr int kBlocks = moe::ceil_div(kHidden, kScaleColumns);
+  ask(layer.attention_norm, kHidden * 2);
+  ask(layer.moe_norm, kHidden * 2);
+  ask(layer.qkv_bias, kQkvRows * 2);
+  ask(layer.out_bias, kHidden * 2);
+  ask(layer.router_bias, p.experts * 2);
+  ask(layer.sinks, kKvHeads * kGroup * 2);
+  if constexpr (kFormat == Format::kFp8) {
+    ask(layer.qkv_scale, kQkvRows / kScaleColumns * kBlocks * 4);
+    ask(layer.out_scale, kBlocks * (kAttended / kScaleColumns) * 4);
+  }
+}
+
 template <Format kFormat>
 __device__ inline void bring(const Params& p, const Shared& shared, Ring ring) {
   const uint32_t routed = shared_address(&shared.routed);
+  const int block = static_cast<int>(blockIdx.x);
   for (int l = 0; l < p.num_layers; ++l) {
     const Layer& layer = shared.layers[l];
-    bring_dense<kFormat, kHidden>(ring, layer.qkv_weight, shared.qkv_tiles);
-    bring_dense<kFormat, kAttended>(ring, layer.out_weight, shared.out_tiles);
-    if (static_cast<int>(blockIdx.x) < p.experts) bring_router(ring, layer.router_weight);
+    if (has_qkv()) bring_dense<QkvShape<kFormat>>(ring, p.qkv[l], block * kQkvStripRows, 0);
+    if (has_out()) {
+      constexpr int kPartBytes = kAttended / kOutParts * element_bytes(kFormat);
+      bring_dense<OutShape<kFormat>>(ring, p.out[l], out_strip() * kOutStripRows,
+                                     out_part() * kPartBytes);
+    }
+    if (block < p.experts) bring_router(ring, layer.router_weight);
+    if (l + 1 < p.num_layers) {
+      prefetch_vectors<kFormat>(p, shared.layers[l + 1]);
+      if (threadIdx.x % 32 == 0) {
+        prefetch_map(p.qkv[l + 1]);
+        prefetch_map(p.out[l + 1]);
+      }
+    }
     barrier_wait(routed, l & 1);
-    bring_strips<false>(ring, layer.gate_up_weight, shared.expert);
-    bring_strips<true>(ring, layer.down_weight, shared.expert);
+    bring_gate_up(ring, layer.gate_up_weight, shared.expert);
+    bring_down(ring, layer.down_weight, shared.expert);
   }
-  bring_dense<kFormat, kHidden>(ring, p.lm_head, shared.lm_head_tiles);
+  const StripRange strips(p.vocabulary);
+  for (int strip = strips.first; strip < strips.end; ++strip) {
+    bring_dense<LmHeadShape<kFormat>>(ring, p.lm_head, strip * kLmHeadStripRows, 0);
+  }
 }
 
 // norm(x) for a dense product of kHidden columns.
@@ -49,7 +91,7 @@ __device__ __forceinline__ void take_rows(const Params& p, Stream& x, int layer,
     const int64_t token = max(__ldg(p.token_ids), 0);
     x.embed(p.embedding + min(token, static_cast<int64_t>(p.vocabulary) - 1) * kHidden);
   } else {
-    x.add<kTopK>(mailbox_of(p, Mailbox::kRows), flag - 1);
+    x.add<kDownParts>(mailbox_of(p, Mailbox::rows(flag - 1)), flag - 1);
   }
 }
 
@@ -58,13 +100,19 @@ __device__ __forceinline__ void qkv_phase(const Params& p, Shared& shared, Ring&
                                           const FirstRows& rows, int l, uint32_t flag) {
   const Layer& layer = shared.layers[l];
   const bool window = layer.window != 0;
-  prefetch_keys(layer, shared.keys[window], window ? rows.window : rows.full);
+  prefetch_keys(p, layer, shared.keys[window], window);
   const Stream::Gain gain = x.load_gain(layer.attention_norm);
-  const float2 bias = load_bias(layer.qkv_bias, shared.qkv_tiles);
-  load_weight_scales<kFormat, kHidden>(shared, layer.qkv_scale, shared.qkv_tiles);
+  constexpr int kTiles = QkvShape<Format::kFp8>::kTiles;
+  const int row = static_cast<int>(blockIdx.x) * kQkvStripRows;
+  float2 bias = make_float2(0.0f, 0.0f);
+  if (has_qkv()) {
+    bias = load_bias<kQkvStripRows>(layer.qkv_bias, row);
+    load_weight_scales<kFormat, kTiles>(shared, layer.qkv_scale, row, kQkvStripRows, kTiles, 0);
+  }
   take_rows(p, x, l, flag);
+  if (!has_qkv()) return;
   norm_for_dense<kFormat>(x, shared, gain, p.eps);
-  dense_phase<kFormat, kHidden>(shared, ring, shared.qkv_tiles, [&](int row, float2 sum) {
+  dense_phase<kFormat, QkvShape<kFormat>>(shared, ring, row, row, 0, [&](int row, float2 sum) {
     send(mailbox_of(p, Mailbox::kQkv) + row / 2, pack_pair(sum.x + bias.x, sum.y + bias.y), flag);
   });
 }
@@ -72,11 +120,17 @@ __device__ __forceinline__ void qkv_phase(const Params& p, Shared& shared, Ring&
 template <Format kFormat>
 __device__ __forceinline__ void out_phase(const Params& p, const Layer& layer, Shared& shared,
                                           Ring& ring, uint32_t flag) {
-  const float2 bias = load_bias(layer.out_bias, shared.out_tiles);
-  load_weight_scales<kFormat, kAttended>(shared, layer.out_scale, shared.out_tiles);
-  take_attended<kFormat>(p, shared, flag);
-  dense_phase<kFormat, kAttended>(shared, ring, shared.out_tiles, [&](int row, float2 sum) {
-    send(mailbox_of(p, Mailbox::kOut) + row / 2, pack_pair(sum.x + bias.x, sum.y + bias.y), flag);
+  if (!has_out()) return;
+  constexpr int kTiles = OutShape<Format::kFp8>::kTiles;
+  const int row = out_strip() * kOutStripRows, part = out_part();
+  const float2 bias = load_bias<kOutStripRows>(layer.out_bias, row);
+  const float share = part == 0 ? 1.0f : 0.0f;
+  load_weight_scales<kFormat, kTiles>(shared, layer.out_scale, row, kOutStripRows,
+                                      kTiles * kOutParts, part * kTiles);
+  take_attended<kFormat>(p, shared, part, flag);
+  dense_phase<kFormat, OutShape<kFormat>>(shared, ring, row, row, 0, [&](int row, float2 sum) {
+    send(mailbox_of(p, Mailbox::kOut) + part * (kHidden / 2) + row / 2,
+         pack_pair(fmaf(bias.x, share, sum.x), fmaf(bias.y, share, sum.y)), flag);
   });
 }
 
@@ -91,7 +145,7 @@ __device__ inline void compute(const Params& p, Shared& shared, Ring ring, uint3
     attention_phase(p, layer, shared, rows, flag);
     out_phase<kFormat>(p, layer, shared, ring, flag);
     const Stream::Gain gain = x.load_gain(layer.moe_norm);
-    x.add<1>(mailbox_of(p, Mailbox::kOut), flag);
+    x.add<kOutParts>(mailbox_of(p, Mailbox::kOut), flag);
     x.norm(shared, gain, p.eps, [&shared](int block, int lane, bool inside, float4 value) {
       store_experts(shared, block, lane, inside, value);
     });
@@ -100,17 +154,26 @@ __device__ inline void compute(const Params& p, Shared& shared, Ring ring, uint3
     down_phase(p, layer, shared, ring, flag);
   }
   const Stream::Gain gain = x.load_gain(p.final_norm);
-  load_weight_scales<kFormat, kHidden>(shared, p.lm_head_scale, shared.lm_head_tiles);
+  const StripRange strips(p.vocabulary);
+  const int first = strips.first * kLmHeadStripRows, end = strips.end * kLmHeadStripRows;
+  constexpr int kTiles = LmHeadShape<Format::kFp8>::kTiles;
+  load_weight_scales<kFormat, kTiles>(shared, p.lm_head_scale, first,
+                                      min(end, p.vocabulary) - first, kTiles, 0);
   take_rows(p, x, p.num_layers, epoch + p.num_layers + 1);
   norm_for_dense<kFormat>(x, shared, gain, p.eps);
-  dense_phase<kFormat, kHidden>(shared, ring, shared.lm_head_tiles, [&p](int row, float2 sum) {
-    *reinterpret_cast<float2*>(p.logits + row) = sum;
-  });
+#pragma unroll 1
+  for (int row = first; row < end; row += kLmHeadStripRows) {
+    dense_phase<kFormat, LmHeadShape<kFormat>>(shared, ring, row, first, row / kLmHeadStripRows % 2,
+                                               [&p](int row, float2 sum) {
+                                                 if (row < p.vocabulary)
+                                                   *reinterpret_cast<float2*>(p.logits + row) = sum;
+                                               });
+  }
 }
 
 template <Format kFormat>
 __global__ void __launch_bounds__(kThreads, 1) decode_one_kernel(const __grid_constant__ Params p) {
-  extern __shared__ __align__(128) uint8_t dynamic_shared[];
+  extern __shared__ __align__(1024) uint8_t dynamic_shared[];
   auto& shared = *reinterpret_cast<Shared*>(dynamic_shared);
   const int thread = threadIdx.x;
   if (thread < kStages) {
@@ -118,9 +181,6 @@ __global__ void __launch_bounds__(kThreads, 1) decode_one_kernel(const __grid_co
     barrier_init(shared_address(shared.empty + thread), kWarps);
   } else if (thread == kStages) {
     barrier_init(shared_address(&shared.routed), 1);
-    shared.qkv_tiles = TileRange::of(kQkvRows);
-    shared.out_tiles = TileRange::of(kHidden);
-    shared.lm_head_tiles = TileRange::of(p.vocabulary);
   } else if (thread >= 32 && thread < 32 + moe::kTableRows) {
     const int row = thread - 32;
     shared.table.rows[row].codes = make_uint2(kCodes.words[row][0], kCodes.words[row][1]);
@@ -130,8 +190,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_one_kernel(const __grid_co
   if (thread >= 64 && thread < 64 + kHeadDim) prepare_attention(p, shared, thread - 64);
   constexpr int kLayerWords = sizeof(Layer) / 8;
   for (int i = thread; i < p.num_layers * kLayerWords; i += kThreads) {
-    reinterpret_cast<uint64_t*>(shared.layers)[i] =
-        __ldg(reinterpret_cast<const unsigned long long*>(p.layers) + i);
+    reinterpret_cast<uint64_t*>(shared.layers)[i] = reinterpret_cast<const uint64_t*>(p.layers)[i];
   }
   uint32_t epoch;
   asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(epoch) : "l"(p.epoch) : "memory");

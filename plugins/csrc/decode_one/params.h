@@ -2,6 +2,7 @@
 #ifndef GPTOSS_TRT_DECODE_ONE_PARAMS_H_
 #define GPTOSS_TRT_DECODE_ONE_PARAMS_H_
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
@@ -24,9 +25,18 @@ constexpr int kMostLayers = 36;
 constexpr int kScaleColumns = 128;  // of K that share an activation's scale
 constexpr int kScaleBlocks = (kHidden + kScaleColumns - 1) / kScaleColumns;
 
-// Blocks of threads. Each one needs a strip of `down` (180) and at most kMostStrips of gate_up.
-constexpr int kLeastBlocks = 90;
-constexpr int kMostBlocks = 180;
+// Rows of a dense weight that a block has; of qkv a strip for each of the first blocks, of the
+// output projection half of the columns of a strip.
+constexpr int kQkvStripRows = 40;
+constexpr int kOutStripRows = 48;
+constexpr int kOutParts = 2;
+constexpr int kLmHeadStripRows = 64;
+
+// Blocks of threads. Each one needs at most kMostStrips of gate_up, and a strip of `down` for all
+// four experts at most kDownParts of them.
+constexpr int kLeastBlocks = 128;
+constexpr int kMostBlocks = 135;
+constexpr int kDownParts = 4;
 constexpr int kMostStrips = 4;
 
 constexpr int kMostParts = 16;  // of a sequence's keys, for each KV head
@@ -37,11 +47,15 @@ struct Mailbox {
   static constexpr int kPartial = kQkv + kQkvRows / 2;  // f32 [KV head][part][8 x 64]
   static constexpr int kStats = kPartial + kKvHeads * kMostParts * kGroup * kHeadDim;
   static constexpr int kAttention = kStats + kKvHeads * kMostParts * kGroup * 2;  // bf16 pairs
-  static constexpr int kOut = kAttention + kAttended / 2;                         // bf16 pairs
-  static constexpr int kLogits = kOut + kHidden / 2;                              // f32 [experts]
-  static constexpr int kH = kLogits + kMostExperts;         // e4m3 fours [slot][channel]
-  static constexpr int kRows = kH + kTopK * kChannels / 4;  // bf16 pairs [slot][row]
-  static constexpr int kPackets = kRows + kTopK * kHidden / 2;
+  static constexpr int kOut = kAttention + kAttended / 2;         // bf16 pairs [part][row]
+  static constexpr int kLogits = kOut + kOutParts * kHidden / 2;  // f32 [experts]
+  static constexpr int kH = kLogits + kMostExperts;               // e4m3 fours [slot][channel]
+  static constexpr int kRows = kH + kTopK * kChannels / 4;  // bf16 pairs [layer % 2][part][row]
+  static constexpr int kPackets = kRows + 2 * kDownParts * kHidden / 2;
+
+  static __host__ __device__ constexpr int rows(uint32_t flag) {
+    return kRows + static_cast<int>(flag & 1) * (kDownParts * kHidden / 2);
+  }
 };
 
 constexpr uint64_t kEpochBytes = 256;
@@ -52,12 +66,15 @@ enum class Format : int { kBf16 = 1, kFp8 = 2 };
 using Layer = gptoss_trt_decode_one_layer;
 
 struct Params {
-  const Layer* layers;
+  // Boxes of a strip's rows by 128 bytes.
+  CUtensorMap qkv[kMostLayers];
+  CUtensorMap out[kMostLayers];
+  CUtensorMap lm_head;
+  Layer layers[kMostLayers];
   int num_layers;
   int experts;
   const uint16_t* embedding;  // bf16 [vocabulary, kHidden]
   const uint16_t* final_norm;
-  const uint8_t* lm_head;
   const float* lm_head_scale;
   const float* cos_sin;  // [positions, 64]
   const int32_t* token_ids;
@@ -79,7 +96,9 @@ struct Params {
   float scale_log2;  // of scores, times log2(e)
 };
 
-cudaError_t launch_decode_one(Format format, const Params& params, int blocks, cudaStream_t stream);
+// Encodes the tensor maps of `params` (whose layers are set), then launches.
+cudaError_t launch_decode_one(Format format, Params& params, const void* lm_head, int blocks,
+                              cudaStream_t stream);
 
 }  // namespace gptoss::one
 

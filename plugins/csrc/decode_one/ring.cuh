@@ -12,26 +12,28 @@
 
 #include "core/ptx.cuh"
 #include "decode_one/params.h"
+#include "dense_fp8/instructions.cuh"
 #include "moe_gemm_fp8/layout.h"
 
 namespace gptoss::one {
 
-constexpr int kWarpgroups = 2;
+constexpr int kWarpgroups = 4;
 constexpr int kWarps = 4 * kWarpgroups;  // that compute; one more brings weights
 constexpr int kComputeThreads = 32 * kWarps;
 // Registers are dealt to warpgroups: the one that brings weights, with three idle warps, leaves
 // those that it does not need to the others. A launch of kThreads gets kLaunchRegisters a thread.
 constexpr int kThreads = kComputeThreads + 128;
-constexpr int kLaunchRegisters = 168;
-constexpr int kComputeRegisters = 232;
-constexpr int kBringRegisters = 40;
+constexpr int kLaunchRegisters = 96;
+constexpr int kComputeRegisters = 112;
+constexpr int kBringRegisters = 32;
 static_assert(kComputeThreads * (kComputeRegisters - kLaunchRegisters) <=
               128 * (kLaunchRegisters - kBringRegisters));
 
 constexpr int kStages = 11;
 constexpr int kStageRecords = 4;  // of an expert's strip
 constexpr int kRecordBytes = moe::record_bytes(moe::Storage::kMxfp4, 2);
-constexpr int kStageBytes = moe::ceil_div(kStageRecords * kRecordBytes, 128) * 128;
+// Swizzled memory begins at a multiple of a kilobyte.
+constexpr int kStageBytes = moe::ceil_div(kStageRecords * kRecordBytes, 1024) * 1024;
 
 // The thread's place in its block, found anew at every use (see mailbox_of).
 __device__ __forceinline__ int thread_index() {
@@ -73,65 +75,77 @@ struct Ring {
   }
 };
 
-// ---- dense weights: tiles of 8 rows, cut along K so that they fit a stage
-// -------------------------
+// ---- dense weights: strips of rows, cut along K into tiles of 128 bytes a row
+// ---------------------
 
-constexpr int kTileRows = 8;
-constexpr int kUnitBytes = 64;  // of a row: what one step of a warp multiplies
+constexpr int kTileRowBytes = 128;
 
-template <Format kFormat, int kColumns>
+GPTOSS_HOST_DEVICE constexpr int element_bytes(Format format) {
+  return format == Format::kBf16 ? 2 : 1;
+}
+
+// `kColumns` of K of a strip of `kRows` rows.
+template <Format kFormat, int kColumns, int kStripRows>
 struct DenseShape {
-  static constexpr int kElement = kFormat == Format::kBf16 ? 2 : 1;
-  static constexpr int kRowBytes = kColumns * kElement;
-  static constexpr int kChunks = kRowBytes > 4096 ? moe::ceil_div(kRowBytes, 2048) : 2;
-  // Units of a chunk in eights: half of the warps have one more in the first chunk, others in the
-  // second.
-  static constexpr int kChunkBytes =
-      kFormat == Format::kFp8
-          ? moe::ceil_div(moe::ceil_div(kRowBytes, kChunks), 8 * kUnitBytes) * 8 * kUnitBytes
-          : moe::ceil_div(moe::ceil_div(kRowBytes, kChunks), kUnitBytes) * kUnitBytes;
-  // An odd multiple of 64: rows g and g + 1 of a quarter of a warp's loads lie in other banks.
-  static constexpr int kPitch = kChunkBytes % 128 == 0 ? kChunkBytes + 64 : kChunkBytes;
-  static constexpr int kUnitColumns = kUnitBytes / kElement;
-  static constexpr int kSlots = moe::ceil_div(kChunkBytes / kUnitBytes, kWarps);  // of a warp
-  static_assert(kTileRows * kPitch <= kStageBytes);
-  static_assert(kRowBytes % kUnitBytes == 0 && kChunkBytes % 16 == 0);
-
-  static __device__ __forceinline__ constexpr int chunk_bytes(int chunk) {
-    return chunk + 1 < kChunks ? kChunkBytes : kRowBytes - (kChunks - 1) * kChunkBytes;
-  }
+  static constexpr int kRows = kStripRows;
+  static constexpr int kTileColumns = kTileRowBytes / element_bytes(kFormat);
+  static constexpr int kTiles = moe::ceil_div(kColumns, kTileColumns);
+  static constexpr int kTileBytes = kRows * kTileRowBytes;
+  static constexpr int kTogether = kStageBytes / kTileBytes;  // tiles of a stage
+  static constexpr int kStagesOfStrip = moe::ceil_div(kTiles, kTogether);
+  static_assert(kTogether > 0 && kTogether <= kWarpgroups);
+  static_assert(kRows % 8 == 0 && kRows <= 64, "eight rows make a kilobyte of swizzled memory");
 };
 
-// Tiles of a weight that block `blockIdx.x` computes.
-struct TileRange {
+template <Format kFormat>
+using QkvShape = DenseShape<kFormat, kHidden, kQkvStripRows>;
+template <Format kFormat>
+using OutShape = DenseShape<kFormat, kAttended / kOutParts, kOutStripRows>;
+template <Format kFormat>
+using LmHeadShape = DenseShape<kFormat, kHidden, kLmHeadStripRows>;
+
+constexpr int kQkvStrips = kQkvRows / kQkvStripRows;
+constexpr int kOutStrips = kHidden / kOutStripRows;
+static_assert(kQkvRows % kQkvStripRows == 0 && kQkvStrips <= kLeastBlocks);
+static_assert(kHidden % kOutStripRows == 0 && kOutStrips * kOutParts <= kLeastBlocks);
+
+__device__ __forceinline__ bool has_qkv() { return blockIdx.x < kQkvStrips; }
+__device__ __forceinline__ bool has_out() { return blockIdx.x < kOutStrips * kOutParts; }
+__device__ __forceinline__ int out_strip() { return static_cast<int>(blockIdx.x) % kOutStrips; }
+__device__ __forceinline__ int out_part() { return static_cast<int>(blockIdx.x) / kOutStrips; }
+
+// Strips of the lm head that block `blockIdx.x` computes.
+struct StripRange {
   int first;
   int end;
 
-  static __device__ __forceinline__ TileRange of(int rows) {
-    const uint32_t tiles = static_cast<uint32_t>(rows) / kTileRows;  // times blocks: below 2^32
-    return {static_cast<int>(tiles * blockIdx.x / gridDim.x),
-            static_cast<int>(tiles * (blockIdx.x + 1) / gridDim.x)};
+  __device__ __forceinline__ explicit StripRange(int vocabulary) {
+    const uint32_t strips =
+        moe::ceil_div(vocabulary, kLmHeadStripRows);  // times blocks: below 2^32
+    first = static_cast<int>(strips * blockIdx.x / gridDim.x);
+    end = static_cast<int>(strips * (blockIdx.x + 1) / gridDim.x);
   }
 };
 
-template <Format kFormat, int kColumns>
-__device__ __forceinline__ void bring_dense(Ring& ring, const void* weight,
-                                            const TileRange& tiles) {
-  using Shape = DenseShape<kFormat, kColumns>;
-  const int lane = threadIdx.x % 32;
-  for (int tile = tiles.first; tile < tiles.end; ++tile) {
-    const uint8_t* row = static_cast<const uint8_t*>(weight) +
-                         (static_cast<int64_t>(tile) * kTileRows + lane) * Shape::kRowBytes;
-    for (int chunk = 0; chunk < Shape::kChunks; ++chunk) {
-      const int bytes = Shape::chunk_bytes(chunk);
-      ring.claim(kTileRows * bytes);
-      if (lane < kTileRows) {
-        bulk_copy(ring.address() + lane * Shape::kPitch, row + chunk * Shape::kChunkBytes, bytes,
-                  ring.filled());
+// The tiles of one strip, from `column` (bytes) on.
+template <class Shape>
+__device__ __forceinline__ void bring_dense(Ring& ring, const CUtensorMap& map, int row,
+                                            int column) {
+  for (int tile = 0; tile < Shape::kTiles; tile += Shape::kTogether) {
+    const int count = min(Shape::kTogether, Shape::kTiles - tile);
+    ring.claim(count * Shape::kTileBytes);
+    if (threadIdx.x % 32 == 0) {
+      for (int i = 0; i < count; ++i) {
+        dense_fp8::copy_box(ring.address() + i * Shape::kTileBytes, map,
+                            column + (tile + i) * kTileRowBytes, row, ring.filled());
       }
-      ring.step();
     }
+    ring.step();
   }
+}
+
+__device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
 // ---- experts: strips of 64 rows in layout sm90_v1, four records a stage -----------
@@ -144,46 +158,75 @@ constexpr int kDownStrips = moe::strips(kHidden);
 constexpr int kTailBytes = moe::record_bytes(moe::Storage::kMxfp4, moe::tail_halves(kHidden));
 static_assert(kChannels == kHidden, "both products have the same K");
 
-// Strips [slot][strip] in one row, dealt to blocks in turn: gate_up from the first block on, `down`
-// from the last, which has fewer of gate_up.
-template <bool kDown>
-struct StripRange {
-  static constexpr int kStrips = kDown ? kDownStrips : kGateUpStrips;
-  int first;
-
-  __device__ __forceinline__ StripRange()
-      : first(kDown ? static_cast<int>(gridDim.x - 1 - blockIdx.x) : static_cast<int>(blockIdx.x)) {
-  }
-  __device__ __forceinline__ int count() const {
-    return (kTopK * kStrips - first + static_cast<int>(gridDim.x) - 1) /
+// Strips of gate_up, [slot][strip] in one row, dealt to blocks in turn.
+struct GateUpRange {
+  static __device__ __forceinline__ int count() {
+    return (kTopK * kGateUpStrips - place(0) + static_cast<int>(gridDim.x) - 1) /
            static_cast<int>(gridDim.x);
   }
-  __device__ __forceinline__ int slot(int i) const {
-    return (first + i * static_cast<int>(gridDim.x)) / kStrips;
-  }
-  __device__ __forceinline__ int strip(int i) const {
-    return (first + i * static_cast<int>(gridDim.x)) % kStrips;
+  static __device__ __forceinline__ int slot(int i) { return place(i) / kGateUpStrips; }
+  static __device__ __forceinline__ int strip(int i) { return place(i) % kGateUpStrips; }
+
+ private:
+  static __device__ __forceinline__ int place(int i) {
+    return static_cast<int>(blockIdx.x + i * gridDim.x);
   }
 };
 
-template <bool kDown>
-__device__ __forceinline__ void bring_strips(Ring& ring, const void* weight, const int* experts) {
-  const StripRange<kDown> range;
-  constexpr int64_t kExpertBytes = StripRange<kDown>::kStrips * kStripBytes;
-  for (int i = 0; i < range.count(); ++i) {
-    const uint8_t* strip = static_cast<const uint8_t*>(weight) +
-                           experts[range.slot(i)] * kExpertBytes + range.strip(i) * kStripBytes;
-    for (int stage = 0; stage < kStripStages; ++stage) {
-      const int records = min(kStageRecords, kRecords - stage * kStageRecords);
-      const bool tail = stage + 1 == kStripStages;
-      const int bytes = tail ? (records - 1) * kRecordBytes + kTailBytes : records * kRecordBytes;
-      ring.claim(bytes);
-      if (threadIdx.x % 32 == 0) {
-        bulk_copy(ring.address(), strip + stage * kStageRecords * kRecordBytes, bytes,
-                  ring.filled());
-      }
-      ring.step();
-    }
+__device__ __forceinline__ void bring_stage(Ring& ring, const uint8_t* strip, int stage) {
+  const int records = min(kStageRecords, kRecords - stage * kStageRecords);
+  const bool tail = stage + 1 == kStripStages;
+  const int bytes = tail ? (records - 1) * kRecordBytes + kTailBytes : records * kRecordBytes;
+  ring.claim(bytes);
+  if (threadIdx.x % 32 == 0) {
+    bulk_copy(ring.address(), strip + stage * kStageRecords * kRecordBytes, bytes, ring.filled());
+  }
+  ring.step();
+}
+
+__device__ __forceinline__ void bring_gate_up(Ring& ring, const void* weight, const int* experts) {
+  const int count = GateUpRange::count();
+  for (int i = 0; i < count; ++i) {
+    const uint8_t* strip =
+        static_cast<const uint8_t*>(weight) +
+        (experts[GateUpRange::slot(i)] * kGateUpStrips + GateUpRange::strip(i)) * kStripBytes;
+    for (int stage = 0; stage < kStripStages; ++stage) bring_stage(ring, strip, stage);
+  }
+}
+
+// Stages of `down`, [strip][slot][stage of the strip] in one row, cut into as many equal runs as
+// there are blocks: a run has parts of one strip of rows, or of two.
+struct DownRange {
+  static constexpr int kOfStrip = kTopK * kStripStages;  // stages that make a strip of the sum
+  static constexpr int kAll = kDownStrips * kOfStrip;
+  static_assert(kAll / kMostBlocks * (kDownParts - 1) >= kOfStrip, "more parts of a strip");
+  int first;
+  int end;
+
+  __device__ __forceinline__ DownRange() : first(begin(blockIdx.x)), end(begin(blockIdx.x + 1)) {}
+
+  static __device__ __forceinline__ int strip(int stage) { return stage / kOfStrip; }
+  static __device__ __forceinline__ int slot(int stage) { return stage % kOfStrip / kStripStages; }
+  // Which part of its strip's sum this block has.
+  static __device__ __forceinline__ int part(int strip) {
+    const int first_block = ((strip * kOfStrip + 1) * static_cast<int>(gridDim.x) - 1) / kAll;
+    return static_cast<int>(blockIdx.x) - first_block;
+  }
+  __device__ __forceinline__ int strips() const { return strip(end - 1) - strip(first) + 1; }
+
+ private:
+  static __device__ __forceinline__ int begin(uint32_t block) {
+    return static_cast<int>(kAll * block / gridDim.x);
+  }
+};
+
+__device__ __forceinline__ void bring_down(Ring& ring, const void* weight, const int* experts) {
+  const DownRange range;
+  for (int at = range.first; at < range.end; ++at) {
+    const uint8_t* strip =
+        static_cast<const uint8_t*>(weight) +
+        (experts[DownRange::slot(at)] * kDownStrips + DownRange::strip(at)) * kStripBytes;
+    bring_stage(ring, strip, at % kStripStages);
   }
 }
 

@@ -9,15 +9,15 @@
 
 namespace gptoss::one {
 
-constexpr int kBatchTiles = 8;  // of a dense product between two meetings of the warps
 constexpr int kScaleRows = 16;  // of a dense weight, that a block's rows span at most
 constexpr int kToeplitz = 112;  // bytes behind an operand of WGMMA: its seven rows of no account
 
-// What the warps of attention leave for each other.
+// What the warps of attention leave for each other. A window of 128 keys touches nine tiles.
+constexpr int kAttentionWarps = 9;
 struct AttentionShared {
-  float out[kWarps][kGroup * kHeadDim];
-  float top[kWarps][kGroup];
-  float total[kWarps][kGroup];
+  float out[kAttentionWarps][kGroup * kHeadDim];
+  float top[kAttentionWarps][kGroup];
+  float total[kAttentionWarps][kGroup];
   __align__(16) uint16_t rows[kGroup + 2][kHeadDim];  // of this token: queries, key, value
 };
 
@@ -33,26 +33,24 @@ struct KeyRange {
 
 // An activation made ready for a product.
 struct ActivationShared {
-  __align__(16) uint16_t dense[kAttended];  // bf16, or e4m3 values as fp16; the router's bf16
+  // bf16 (the router's too), or e4m3 as bytes.
+  __align__(16) uint8_t dense[kAttended * 2 + kToeplitz];
   __align__(16) uint8_t experts[moe::ceil_div(kHidden, 128) * 128 + kToeplitz];
-  __align__(16) uint8_t h[2][moe::ceil_div(kChannels, 128) * 128 + kToeplitz];  // of strip 0, 1 ..
+  __align__(16) uint8_t h[kTopK][moe::ceil_div(kChannels, 128) * 128 + kToeplitz];
 };
 
 struct Shared {
-  __align__(128) uint8_t ring[kStages * kStageBytes];
+  __align__(1024) uint8_t ring[kStages * kStageBytes];
   union {
     AttentionShared attention;  // between the phases that use
     ActivationShared activation;
   };
   moe::ReaderTable table;
-  __align__(16) float dense_partial[2][kBatchTiles][kWarps][kTileRows];
+  __align__(16) float dense_partial[2][kWarpgroups][moe::kStripRows];
   __align__(16) float strip_partial[kMostStrips][kStageRecords][moe::kStripRows];
   float weight_scale[kScaleRows][kAttended / kScaleColumns];
   float x_scale[kAttended / kScaleColumns];
   __align__(16) float reduced[kWarps];
-  TileRange qkv_tiles;
-  TileRange out_tiles;
-  TileRange lm_head_tiles;
   float angles[kHeadDim];  // cosines, then sines
   KeyRange keys[2];        // of layers without a window, with one
   int expert[kTopK];
