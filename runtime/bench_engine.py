@@ -161,6 +161,7 @@ def _core_bench(options: Options, effort: Effort, where: torch.device) -> Iterat
     weights, name = _weights(options, where)
     formats = _as_run(weights.manifest.formats, where)
     model = GraphedModel(GptOssModel(weights, where))
+    model.model.one_launch = EngineOptions().one_launch
     yield Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead), name, formats
 
 

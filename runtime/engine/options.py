@@ -44,7 +44,7 @@ class EngineOptions:
     device: str = _option("", "cpu or cuda (cuda where there is one)")
     prefix_cache: bool = _option(True, "reuse the KV blocks of equal prefixes (true)")
     run_ahead: bool = _option(True, "launch a step ahead of the last one's tokens (true)")
-    one_launch: bool = _option(False, "decode of one sequence as one kernel, on a GPU (false)")
+    one_launch: bool = _option(True, "decode of one sequence as one kernel, where it can (true)")
     deterministic: bool = _option(False, "bits that do not depend on the batch, on a GPU (false)")
     speculation: str = _option("none", "who drafts tokens: ngram, draft, eagle3 (none)")
     draft_engine: str = _option("", "the draft engine's or the head's directory")
@@ -71,8 +71,6 @@ class EngineOptions:
             raise EngineLoadError(f"engine option max_batch is {self.max_batch}, over step_tokens, {self.step_tokens}")
         if self.device not in ("", "cpu", "cuda"):
             raise EngineLoadError(f"engine option device is {self.device!r}; allowed: cpu, cuda")
-        if self.one_launch and self.deterministic:
-            raise EngineLoadError("engine options one_launch and deterministic exclude each other")
         if self.kv_events_replay and not self.kv_events:
             raise EngineLoadError(
                 f"engine option kv_events_replay is {self.kv_events_replay!r}, but kv_events is empty"

@@ -6,6 +6,7 @@ logits. Must not know requests, sampling or sockets.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import torch
@@ -21,6 +22,8 @@ from gptoss_trt.runtime.model.loader import RankWeights, load_weights
 from gptoss_trt.runtime.model.one_token import OneToken, layer_tensors, unsuited_model, whole
 from gptoss_trt.runtime.model.step import Step
 from gptoss_trt.runtime.model.taps import FeatureTap
+
+log = logging.getLogger(__name__)
 
 
 class GptOssModel:
@@ -42,7 +45,7 @@ class GptOssModel:
         self._lm_head = Dense(weights, "lm_head")
         self._cos_sin = rope_table(_rope(self.config), self.config.max_context, device)
         self._kv: KvCache | None = None
-        self.one_launch = False  # whether allocate_kv makes one_token ready
+        self.one_launch = False  # whether allocate_kv makes one_token ready where the model suits it
         self.one_token: OneToken | None = None  # serves decode steps of one sequence; may be taken away
         self.tap: FeatureTap | None = None  # takes hidden states, set before any graph is captured
 
@@ -57,8 +60,7 @@ class GptOssModel:
         return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
 
     def allocate_kv(self, full_blocks: int, window_blocks: int, block_tokens: int) -> None:
-        """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64, negative counts, or a
-        model that `one_launch` cannot serve here."""
+        """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64 or negative counts."""
         self._kv = self.one_token = None  # frees the old pools first
         self._kv = KvCache(
             self.config,
@@ -70,10 +72,12 @@ class GptOssModel:
             block_tokens=block_tokens,
         )
         if self.one_launch:
-            reason = unsuited_model(self._manifest, self.device, block_tokens, self._groups.experts.size)
-            if reason is not None:
-                raise ValueError(f"one_launch: {reason}")
-            self.one_token = self._one_token(self._kv)
+            ranks, layout = self._groups.experts.size, self._experts[0].layout
+            reason = unsuited_model(self._manifest, self.device, block_tokens, ranks, layout)
+            if reason is None:
+                self.one_token = self._one_token(self._kv)
+            else:
+                log.debug("decode steps of one sequence run layer by layer: %s", reason)
 
     def _one_token(self, kv: KvCache) -> OneToken:
         parts = enumerate(zip(self._attention, self._experts, strict=True))

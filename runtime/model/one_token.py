@@ -27,7 +27,7 @@ from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
 
 
-def unsuited_model(manifest: Manifest, device: torch.device, block_tokens: int, ranks: int) -> str | None:
+def unsuited_model(manifest: Manifest, device: torch.device, block_tokens: int, ranks: int, layout: str) -> str | None:
     """Why one launch cannot serve this model here, or None."""
     config, formats = manifest.model, manifest.formats
     if device.type != "cuda":
@@ -36,6 +36,8 @@ def unsuited_model(manifest: Manifest, device: torch.device, block_tokens: int, 
         return f"the model is cut among {ranks} ranks"
     if (formats.experts, formats.kv, formats.h_scale) != ("mxfp4", "bf16", "static"):
         return f"experts {formats.experts}, kv {formats.kv}, h_scale {formats.h_scale}"
+    if layout != "sm90_v1":
+        return f"experts in layout {layout}"
     if _widths(config) != (HIDDEN, HEADS, KV_HEADS, HEAD_DIM, CHANNELS, TOP_K):
         return f"widths {_widths(config)}"
     return unsuited(device, config.num_experts, config.num_layers, block_tokens)
@@ -55,10 +57,10 @@ def _widths(config: ModelConfig) -> tuple[int, ...]:
 def layer_tensors(
     attention: Attention, experts: Experts, kv: tuple[torch.Tensor, torch.Tensor], window: int
 ) -> LayerTensors:
-    """One layer's tensors. Raises ValueError for a product without a bias or experts in another layout."""
+    """One layer's tensors. Raises ValueError for a product without a bias."""
     qkv, out = attention.qkv, attention.out
-    if experts.layout != "sm90_v1" or qkv.bias is None or out.bias is None or experts.down_bias is None:
-        raise ValueError(f"experts in layout {experts.layout}, or a bias that is left to another rank")
+    if qkv.bias is None or out.bias is None or experts.down_bias is None:
+        raise ValueError("a bias that is left to another rank")
     return LayerTensors(
         attention_norm=attention.norm.weight,
         qkv_weight=qkv.weight,
