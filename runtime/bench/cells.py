@@ -148,7 +148,7 @@ class Bench:
         notes = {"repeats": len(measured), "best_ms": round(measured[0], 4), "measured_at": "engine core"}
         graphs, graph_ms = self._model.inner.graphs, None
         assert graphs is not None
-        if graphs.prompt_shape(tokens, 1, 1) is None:
+        if graphs.prompt_shape(tokens, 1) is None:
             distinct = mean_distinct_experts(lambda: self._prompt_ms(core, 0, tokens))
         else:  # the step was a graph, which routes out of sight
             distinct = mean_distinct_experts(graphs.run_again)

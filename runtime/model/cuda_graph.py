@@ -7,9 +7,9 @@ one whose tokens it wants, never for the stream. On a CPU the same steps run wit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -21,13 +21,19 @@ from gptoss_trt.runtime.model.graph_shapes import (
     MAX_ROWS,
     GraphShape,
     is_decode,
+    is_ends_only,
     padded_rows,
     padded_width,
     prompt_size,
 )
 from gptoss_trt.runtime.model.step_buffers import HOST_SETS, StepBuffers, StepShape
 
-Forward = Callable[[StepBatch], torch.Tensor]
+
+class Forward(Protocol):
+    """The forward pass of a batch on the device: logits fp32 [R, vocabulary]."""
+
+    def __call__(self, batch: StepBatch, *, ends_only: bool = False) -> torch.Tensor: ...
+
 
 WARM_UPS = 1  # eager runs before a capture: kernels are compiled, libraries take their workspaces
 
@@ -67,7 +73,7 @@ class _Graph:
 
 
 class StepGraphs:
-    """Runs steps of `forward`, a function of device batches whose logits are fp32 [R, vocabulary].
+    """Runs steps of `forward`.
 
     `full_width` and `window_width`: blocks of either pool that one decoding sequence holds at most. With
     `prompt_tokens` steps of prompts of up to that many tokens with their padding are served too; those see
@@ -84,8 +90,10 @@ class StepGraphs:
         *,
         prompt_tokens: int = 0,
         prompt_window: int = 0,
+        ends_only: bool = False,
     ) -> None:
         self._forward = forward
+        self._ends_only = ends_only  # of steps of prompts
         self._vocabulary = vocabulary
         self._device = device
         self._on_gpu = device.type == "cuda"
@@ -109,12 +117,14 @@ class StepGraphs:
         sequences = len(batch.context_lens)
         if is_decode(batch):
             return GraphShape(padded_rows(sequences), padded_rows(sequences), padded_width(batch.full_blocks.shape[1]))
-        return self.prompt_shape(len(batch.token_ids), sequences, len(batch.logits_rows))
+        shape = self.prompt_shape(len(batch.token_ids), sequences)
+        return shape if shape is not None and is_ends_only(batch) else None
 
-    def prompt_shape(self, tokens: int, sequences: int, logits: int) -> GraphShape | None:
-        """The shape of the graph that serves a step of prompts with so many rows of logits, None where none does."""
+    def prompt_shape(self, tokens: int, sequences: int) -> GraphShape | None:
+        """The shape of the graph that serves a step of prompts of which no logits are wanted but of last tokens, None
+        where none does."""
         size = prompt_size(tokens, sequences)
-        if size is None or size[0] > self._buffers.prompt_tokens or logits > size[1]:
+        if size is None or size[0] > self._buffers.prompt_tokens:
             return None
         return GraphShape(*size, self._buffers.full_width)
 
@@ -170,7 +180,7 @@ class StepGraphs:
     def prepare_prompts(self, tokens: int, sequences: int) -> None:
         """Captures the graph for steps of prompts of up to so many tokens and sequences, unless it is there or
         steps of that size have none."""
-        shape = self.prompt_shape(tokens, sequences, 0)
+        shape = self.prompt_shape(tokens, sequences)
         if shape is not None:
             self._graph(True, shape)
 
@@ -221,7 +231,7 @@ class StepGraphs:
         return self._graphs[key]
 
     def _step(self, ends: _Ends, shape: StepShape) -> torch.Tensor:
-        logits = self._forward(shape.batch)
+        logits = self._forward(shape.batch, ends_only=self._ends_only and not shape.decodes)
         buffers, rows = self._buffers, shape.rows
         if ends.tokens:
             ops.sample(logits, shape.temperature, shape.share, shape.turn, buffers.landing, buffers.drawn[:rows])

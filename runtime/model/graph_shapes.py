@@ -70,10 +70,10 @@ def prompt_size(tokens: int, sequences: int) -> tuple[int, int] | None:
 
 def prompt_sizes(most_tokens: int, most_sequences: int) -> list[tuple[int, int]]:
     """The sizes that serve steps of prompts of up to `most_tokens` tokens and `most_sequences` sequences, largest
-    first, but for those of more sequences than most steps have (the last of PROMPT_SEQUENCES)."""
-    rows = [min(most, most_sequences) for most in PROMPT_SEQUENCES[:-1]]
+    first."""
+    counts = {min(most, most_sequences) for most in PROMPT_SEQUENCES}
     most = min(most_tokens, MOST_PROMPT_TOKENS)
-    sizes = {prompt_size(tokens, few) for few in rows for tokens in range(few, most + 1)}
+    sizes = {prompt_size(tokens, count) for count in counts for tokens in range(count, most + 1)}
     return sorted((size for size in sizes if size is not None), reverse=True)
 
 
@@ -86,6 +86,14 @@ def is_decode(batch: StepBatch) -> bool:
         and len(batch.token_ids) == len(batch.logits_rows) == sequences
         and _one_each(batch.query_start.numpy())
     )
+
+
+def is_ends_only(batch: StepBatch) -> bool:
+    """Whether the rows of logits of a batch in host memory all are the last tokens of their sequences, each of which
+    has one."""
+    starts = batch.query_start.numpy()
+    lasts = bool((starts[1:] > starts[:-1]).all())
+    return lasts and bool(np.isin(batch.logits_rows.numpy(), starts[1:] - 1).all())
 
 
 def _one_each(starts: np.ndarray[Any, np.dtype[np.int32]]) -> bool:

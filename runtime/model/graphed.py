@@ -16,16 +16,20 @@ from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.cuda_graph import Launched, StepGraphs
 from gptoss_trt.runtime.model.draw import Draws
-from gptoss_trt.runtime.model.graph_shapes import MAX_ROWS, MOST_PROMPT_TOKENS, graph_sizes, prompt_sizes
+from gptoss_trt.runtime.model.graph_shapes import MAX_ROWS, MOST_PROMPT_TOKENS, graph_sizes, is_ends_only, prompt_sizes
 from gptoss_trt.runtime.model.model import GptOssModel
 from gptoss_trt.runtime.model.step_buffers import ALIGNMENT
 
 
 class GraphedModel:
-    """`model` behind graphs. `allocate_kv` comes before the first step and drops the graphs captured before."""
+    """`model` behind graphs. `allocate_kv` comes before the first step and drops the graphs captured before.
+
+    With `ends_only`, set before that, the last layer of a step of prompts computes one token a sequence where no logits
+    of others are wanted (see GptOssModel.forward)."""
 
     def __init__(self, model: GptOssModel) -> None:
         self.model = model
+        self.ends_only = False
         self.graphs: StepGraphs | None = None
 
     @property
@@ -45,6 +49,7 @@ class GraphedModel:
         self.graphs = StepGraphs(
             self.model.forward, self.config.vocab_size, full, self._window_blocks(1, block_tokens), self.model.device,
             prompt_tokens=prompt_tokens, prompt_window=self._window_blocks(prompt_tokens, block_tokens),
+            ends_only=self.ends_only,
         )  # fmt: skip
 
     def _most_prompt_tokens(self) -> int:
@@ -73,7 +78,7 @@ class GraphedModel:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
         if self.graphs is not None and self.graphs.shape_for(batch) is not None:
             return self.graphs.logits(batch)
-        return self.model.forward(self._moved(batch))
+        return self.model.forward(self._moved(batch), ends_only=self._leaves_out(batch))
 
     @property
     def most_draws(self) -> int:
@@ -90,7 +95,7 @@ class GraphedModel:
         moved = self._moved(batch)
         if draws.source is not None:
             graphs.feed(moved.token_ids, draws.source)
-        return graphs.draw(self.model.forward(moved), draws)
+        return graphs.draw(self.model.forward(moved, ends_only=self._leaves_out(batch)), draws)
 
     def launch_with(self, logits: torch.Tensor, draws: Draws) -> Launched:
         """The end of a launched step whose logits, fp32 [R, vocabulary] on the model's device, come from elsewhere."""
@@ -116,6 +121,10 @@ class GraphedModel:
         return StepBatch(
             *(there[first : first + part.numel()].view(part.shape) for first, part in zip(firsts, parts, strict=True))
         )
+
+    def _leaves_out(self, batch: StepBatch) -> bool:
+        """Whether the last layer leaves tokens out: there are more than sequences, and no logits of others wanted."""
+        return self.ends_only and len(batch.token_ids) > len(batch.context_lens) and is_ends_only(batch)
 
     def _made(self) -> StepGraphs:
         if self.graphs is None:

@@ -16,7 +16,7 @@ from gptoss_trt.ops import ops
 from gptoss_trt.ops.prepare import prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
 from gptoss_trt.runtime.model.loader import RankWeights
-from gptoss_trt.runtime.model.step import Step
+from gptoss_trt.runtime.model.step import Ends, Step
 
 E4M3 = torch.float8_e4m3fn
 
@@ -109,18 +109,25 @@ class Attention:
         self._group = group
 
     def __call__(
-        self, x: Normed, step: Step, kv: tuple[torch.Tensor, torch.Tensor], cos_sin: torch.Tensor
+        self,
+        x: Normed,
+        step: Step,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        cos_sin: torch.Tensor,
+        ends: Ends | None = None,
     ) -> torch.Tensor:
-        """What this layer adds to the residual, bf16 [T, H]. Appends to kv."""
+        """What this layer adds to the residual, bf16 [T, H], or [S, H] of the rows of `ends`. Appends to kv."""
         pool = step.window if self._window else step.full
         qkv = self.qkv(x)
         shape = (step.tokens, self._heads, self._head_dim)
         q = torch.empty(shape, dtype=torch.bfloat16, device=qkv.device)
         ops.rope_kv_append(qkv, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        if ends is not None:
+            q = q[ends.rows]  # torch's kernel: between it and the keys' writer there must be one (ops/attention.py)
         out = torch.empty_like(q)
         where = (pool.block_table, pool.first_block)
         how = (self.sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)
-        if step.single:
+        if step.single or ends is not None:
             ops.attention_decode(q, *kv, *where, step.context_lens, *how)
         else:
             ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)

@@ -6,6 +6,7 @@ logits. Must not know requests, sampling or sockets.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from gptoss_trt.runtime.model.kv import KvCache, block_bytes
 from gptoss_trt.runtime.model.layers import Attention, Dense, Experts, Norm
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights
 from gptoss_trt.runtime.model.one_token import OneToken, layer_tensors, unsuited_model, whole
-from gptoss_trt.runtime.model.step import Step
+from gptoss_trt.runtime.model.step import Ends, Step
 from gptoss_trt.runtime.model.taps import FeatureTap
 
 log = logging.getLogger(__name__)
@@ -91,8 +92,11 @@ class GptOssModel:
         return self._kv.layer(layer)
 
     @torch.inference_mode()
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, *, ends_only: bool = False) -> torch.Tensor:
         """Runs a step: writes its keys and values, returns fp32 logits [R, vocab] of batch.logits_rows.
+
+        With `ends_only` these all are the last tokens of their sequences, and sequences without a token stand at the
+        end: the last layer then attends and runs experts for one token a sequence.
 
         Raises RuntimeError before allocate_kv, and (on a CPU) ValueError for token ids, positions or blocks that do not
         exist.
@@ -107,13 +111,20 @@ class GptOssModel:
         ops.embedding(batch.token_ids, self._embedding, self._vocab[0], residual)
         residual = self._groups.attention.all_reduce(residual)
         normed = self._attention[0].norm(residual)
+        ends = None
         for n, (attention, experts) in enumerate(zip(self._attention, self._experts, strict=True)):
             if self.tap is not None:
                 self.tap.take(n, residual)
-            delta = attention(normed, step, self._kv.layer(n), self._cos_sin)
+            if ends_only and n + 1 == self.config.num_layers:
+                ends = Ends.of(batch)
+            delta = attention(normed, step, self._kv.layer(n), self._cos_sin, ends)
+            if ends is not None:
+                residual, step = residual[ends.rows], dataclasses.replace(step, token_count=ends.count)
             following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None
             residual, after = experts(residual, delta, step, following)
             normed = normed if after is None else after
+        if ends is not None:
+            return self._logits(residual[ends.wanted])
         every = len(batch.logits_rows) == step.tokens  # they ascend, so it is each of them
         return self._logits(residual if every else residual[batch.logits_rows.long()])
 

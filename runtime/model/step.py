@@ -54,6 +54,27 @@ class Step:
         )
 
 
+@dataclass(frozen=True)
+class Ends:
+    """The last token of each sequence: its row int64 [S], the number of sequences that have one int32 [1], and which of
+    them each row of logits is, int64 [R]."""
+
+    rows: torch.Tensor
+    count: torch.Tensor
+    wanted: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: StepBatch) -> Ends:
+        """For a batch whose rows of logits all are last tokens (or padding, where there are no tokens), and whose empty
+        sequences stand at its end."""
+        begins, ends = batch.query_start[:-1], batch.query_start[1:]
+        return cls(
+            rows=(ends - 1).clamp_(min=0).long(),
+            count=(ends > begins).sum(dtype=torch.int32).reshape(1),
+            wanted=torch.searchsorted(ends, batch.logits_rows, right=True).clamp_(max=len(ends) - 1),
+        )
+
+
 def _one_each(batch: StepBatch) -> bool:
     """As many tokens as sequences means one each, unless a sequence came without a token, which only a CPU batch may
     (a captured graph's padding sequences have a padding token each)."""

@@ -80,6 +80,7 @@ class StepShape:
 
     def __init__(self, buffers: StepBuffers, shape: GraphShape) -> None:
         self.rows = shape.sequences
+        self.decodes = shape.decodes
         self._buffers = buffers
         sizes = buffers.sizes(shape)
         places: dict[str, slice] = {}

@@ -20,12 +20,18 @@ from gptoss_trt.runtime.model.loader import random_weights
 LAYERS, BLOCKS, WINDOW = 2, 900, 128
 
 
-@pytest.fixture(scope="module", params=["bf16", "fp8_block128"])
+@pytest.fixture(
+    scope="module",
+    params=[("bf16", False), ("fp8_block128", False), ("bf16", True), ("fp8_block128", True)],
+    ids=["bf16", "fp8", "bf16-ends", "fp8-ends"],
+)
 def model(request: pytest.FixtureRequest) -> GraphedModel:
-    """Two full-width layers of the 20b model, a cache of random numbers."""
+    """Two full-width layers of the 20b model, a cache of random numbers; all tokens in the last layer or the last."""
+    dense, ends_only = request.param
     device = torch.device("cuda")
-    weights = random_weights(model_config("gpt-oss-20b", LAYERS), Formats(dense=request.param), 1, device)
+    weights = random_weights(model_config("gpt-oss-20b", LAYERS), Formats(dense=dense), 1, device)
     made = GraphedModel(GptOssModel(weights, device))
+    made.ends_only = ends_only
     made.allocate_kv(BLOCKS, BLOCKS, 64)
     for part in cache(made):
         part.normal_()
@@ -74,7 +80,7 @@ def batch_of(
 
 
 def by_hand(batch: StepBatch, shape: GraphShape) -> StepBatch:
-    """The batch with the padding of `shape`, but for the widths of its tables."""
+    """The batch with the padding of `shape`, but for the width of its window table."""
 
     def more(values: torch.Tensor, size: int, fill: int = 0) -> torch.Tensor:
         out = values.new_full((size, *values.shape[1:]), fill)
@@ -82,12 +88,13 @@ def by_hand(batch: StepBatch, shape: GraphShape) -> StepBatch:
         return out
 
     sequences = shape.sequences
+    full = torch.nn.functional.pad(batch.full_blocks, (0, shape.width - batch.full_blocks.shape[1]), value=-1)
     return StepBatch(
         token_ids=more(batch.token_ids, shape.tokens),
         positions=more(batch.positions, shape.tokens),
         query_start=more(batch.query_start, sequences + 1, int(batch.query_start[-1])),
         context_lens=more(batch.context_lens, sequences),
-        full_blocks=more(batch.full_blocks, sequences, -1),
+        full_blocks=more(full, sequences, -1),
         window_blocks=more(batch.window_blocks, sequences, -1),
         window_first_block=more(batch.window_first_block, sequences),
         logits_rows=more(batch.logits_rows, sequences),
@@ -130,10 +137,12 @@ def test_a_graph_gives_what_its_padded_step_gives(model: GraphedModel, batch: St
     assert model.launch(batch, draws).tokens() == tokens
     assert_same(cache(model), written)
     restore()
-    assert torch.equal(model.model.forward(on_card(by_hand(batch, shape)))[:rows], logits)
+    assert torch.equal(model.model.forward(on_card(by_hand(batch, shape)), ends_only=model.ends_only)[:rows], logits)
     assert_same(cache(model), written)
-    restore()
-    assert_rows_agree(logits, model.model.forward(on_card(batch)))  # another shape, and so another plan
+    for ends_only in (True, False):
+        restore()
+        there = model.model.forward(on_card(batch), ends_only=ends_only)
+        assert_rows_agree(logits, there)  # another shape, and so another plan
     own = set(batch.full_blocks.flatten().tolist())
     others = torch.tensor([block for block in range(BLOCKS) if block not in own], device="cuda")
     for old, new in zip(kept, written, strict=True):

@@ -45,7 +45,7 @@ class HabitModel:
         self.full = torch.full((full_blocks, block_tokens), -1)
         self.window = torch.full((window_blocks, block_tokens), -1)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, *, ends_only: bool = False) -> torch.Tensor:
         self.steps.append((len(batch.context_lens), len(batch.token_ids)))
         places = [
             (s, t)

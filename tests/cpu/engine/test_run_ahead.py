@@ -42,7 +42,7 @@ class PagedModel:
         self.full = torch.full((full_blocks, block_tokens), -1)
         self.window = torch.full((window_blocks, block_tokens), -1)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch, *, ends_only: bool = False) -> torch.Tensor:
         real = int(batch.query_start[-1])
         if RAISES in batch.token_ids[:real]:
             raise ValueError("this token breaks the step")

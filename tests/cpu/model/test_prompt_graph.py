@@ -18,6 +18,7 @@ from gptoss_trt.runtime.model.graph_shapes import (
     MAX_ROWS,
     MOST_PROMPT_TOKENS,
     GraphShape,
+    is_ends_only,
     padded_tokens,
     prompt_size,
     prompt_sizes,
@@ -52,9 +53,10 @@ def batch_of(counts: Sequence[int], before: Sequence[int], wanted: Sequence[int]
     )
 
 
-@pytest.fixture
-def model(make_engine: Callable[..., Path]) -> GraphedModel:
+@pytest.fixture(params=[False, True], ids=["all", "ends"])
+def model(request: pytest.FixtureRequest, make_engine: Callable[..., Path]) -> GraphedModel:
     graphed = GraphedModel(load_model(make_engine()))
+    graphed.ends_only = request.param
     graphed.allocate_kv(BLOCKS, BLOCKS, BLOCK_TOKENS)
     fill_cache(graphed)
     return graphed
@@ -103,10 +105,10 @@ def test_sizes_to_warm_serve_what_they_are_for() -> None:
     assert prompt_sizes(300, 1) == [(384, 8), (256, 8), (128, 8)]
     assert prompt_sizes(2048, 32)[:3] == [(2048, 64), (2048, 8), (1792, 64)]
     assert prompt_sizes(0, 32) == []
-    for most, few in ((1, 1), (32, 32), (256, 64)):
+    for most, number in ((1, 12), (32, 24), (256, 34)):
         made = prompt_sizes(2048, most)
-        assert {prompt_size(tokens, few) for tokens in range(few, 2049)} <= set(made)
-        assert len(made) == (12 if most == 1 else 24)
+        wanted = {prompt_size(tokens, count) for count in range(1, most + 1) for tokens in range(count, 2049, 3)}
+        assert wanted == set(made) and len(made) == number
 
 
 def test_warming_makes_them(model: GraphedModel) -> None:
@@ -158,7 +160,7 @@ def test_padding_changes_no_logits(model: GraphedModel, batch: StepBatch) -> Non
     assert graphs is not None and len(graphs) == 1
     assert graphs.shape_for(batch) == GraphShape(128, 8, 64)
     assert torch.equal(graphs.run_again()[:rows], got)
-    assert torch.equal(model.model.forward(by_hand(batch, 128, 8))[:rows], got)
+    assert torch.equal(model.model.forward(by_hand(batch, 128, 8), ends_only=model.ends_only)[:rows], got)
     torch.testing.assert_close(got, plain, rtol=1e-4, atol=1e-4)
 
 
@@ -171,6 +173,33 @@ def test_padding_writes_no_keys(model: GraphedModel, batch: StepBatch) -> None:
     for layer in range(model.config.num_layers):
         for part in model.model.kv(layer):
             torch.testing.assert_close(part, want.pop(0), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("batch", STEPS)
+def test_a_last_layer_of_last_tokens_gives_the_same(model: GraphedModel, batch: StepBatch) -> None:
+    assert is_ends_only(batch)
+    want = model.model.forward(batch)
+    keys = [part.clone() for part in model.model.kv(2)]
+    fill_cache(model)
+    assert torch.equal(model.model.forward(batch, ends_only=True), want)
+    for part, key in zip(model.model.kv(2), keys, strict=True):
+        assert torch.equal(part, key)
+
+
+def test_a_step_of_padding_alone_runs(model: GraphedModel) -> None:
+    """What a graph is captured with."""
+    shape = StepBuffers(8, 8, 8, CPU, prompt_tokens=128, prompt_window=8).shape(GraphShape(128, 8, 8))
+    shape.clear()
+    before = [part.clone() for part in model.model.kv(2)]
+    assert model.model.forward(shape.batch, ends_only=True).shape == (8, model.config.vocab_size)
+    assert all(map(torch.equal, before, model.model.kv(2)))
+
+
+def test_batches_that_want_more_than_last_tokens() -> None:
+    batch = batch_of([1, 30, 9], [10, 0, 20], [0, 2])
+    assert not is_ends_only(replace(batch, logits_rows=ints([0, 29])))
+    assert not is_ends_only(replace(batch, query_start=ints([0, 1, 1, 40])))
+    assert is_ends_only(replace(batch, logits_rows=ints([])))
 
 
 def test_a_smaller_step_leaves_nothing_of_a_larger_one(model: GraphedModel) -> None:
@@ -222,8 +251,7 @@ def test_steps_too_large_run_without_a_graph(make_engine: Callable[..., Path]) -
     assert torch.equal(model.forward(every), model.model.forward(every)) and len(graphs) == 0
     with pytest.raises(ValueError, match="no graph serves a step of 30 tokens, 1 sequences and 30 rows"):
         graphs.logits(every)
-    assert graphs.prompt_shape(MOST_PROMPT_TOKENS + 1, 1, 1) is None
-    assert graphs.prompt_shape(100, 5, 9) is None
+    assert graphs.prompt_shape(MOST_PROMPT_TOKENS + 1, 1) is None
 
 
 def test_a_tap_bounds_the_padding(make_engine: Callable[..., Path]) -> None:
@@ -232,7 +260,7 @@ def test_a_tap_bounds_the_padding(make_engine: Callable[..., Path]) -> None:
     model.allocate_kv(BLOCKS, BLOCKS, BLOCK_TOKENS)
     graphs = model.graphs
     assert graphs is not None
-    assert graphs.prompt_shape(256, 1, 1) is not None and graphs.prompt_shape(257, 1, 1) is None
+    assert graphs.prompt_shape(256, 1) is not None and graphs.prompt_shape(257, 1) is None
     model.forward(batch_of([37], [0]))
     taken = model.model.tap.features[:37].clone()
     model.model.forward(batch_of([37], [0]))
