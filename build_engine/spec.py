@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -141,6 +142,29 @@ class FileEntry:
     sha256: str
 
 
+def _file_entry(name: str, entry: Any) -> FileEntry:
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise SpecError(f"files[{name!r}] lies outside the engine directory")
+    built: FileEntry = _build(FileEntry, entry, f"files[{name!r}]")
+    return built
+
+
+def _check_numbers(model: ModelConfig) -> None:
+    """Raises SpecError for a number that no model can have."""
+    for name, value in vars(model).items():
+        low = 0 if name.endswith("token_id") else 1
+        if isinstance(value, int) and value < low:
+            raise SpecError(f"model.{name} is {value}; it must be at least {low}")
+        if isinstance(value, float) and not 0 < value < math.inf:
+            raise SpecError(f"model.{name} is {value}; it must be a finite number above 0")
+    if len(model.layer_types) != model.num_layers:
+        raise SpecError(f"model.layer_types has {len(model.layer_types)} entries for {model.num_layers} layers")
+    if model.experts_per_token > model.num_experts:
+        raise SpecError(f"model.experts_per_token is {model.experts_per_token}, of {model.num_experts} experts")
+    if model.num_heads % model.num_kv_heads:
+        raise SpecError(f"model.num_heads is {model.num_heads}, no multiple of num_kv_heads, {model.num_kv_heads}")
+
+
 @dataclass(frozen=True)
 class Manifest:
     """`manifest.json`: all that a reader must know before it opens a weight file."""
@@ -181,10 +205,8 @@ class Manifest:
         seed = raw.get("provenance", {}).get(RANDOM_SEED, 0)
         if type(seed) is not int or seed < 0:
             raise SpecError(f"manifest.provenance.{RANDOM_SEED} is {seed!r}, not a whole number of at least 0")
-        values["files"] = {name: _build(FileEntry, entry, f"files[{name!r}]") for name, entry in raw["files"].items()}
-        layers, kinds = values["model"].num_layers, values["model"].layer_types
-        if len(kinds) != layers:
-            raise SpecError(f"model.layer_types has {len(kinds)} entries for {layers} layers")
+        values["files"] = {name: _file_entry(name, entry) for name, entry in raw["files"].items()}
+        _check_numbers(values["model"])
         return cls(**values)
 
     @classmethod

@@ -43,6 +43,8 @@ def demo(cache_dir: Path | None) -> int:
         server = demo_server(folder, lambda line: click.echo(line, err=True))
     except (LaunchError, settings.SettingsError) as error:
         raise click.ClickException(str(error)) from error
+    except OSError as error:  # a full disk, a folder that cannot be written to
+        raise click.ClickException(f"cannot start: {error}") from error
     except KeyboardInterrupt:
         click.echo("interrupted while starting", err=True)
         return INTERRUPTED

@@ -49,6 +49,15 @@ def test_round_trip(tmp_path: Path) -> None:
         (lambda m: m["formats"].update(experts="int8"), "formats.experts is 'int8'"),
         (lambda m: m["mapping"].update(tp=3), "tp is 3; allowed"),
         (lambda m: m.update(model=None), "model is NoneType"),
+        (lambda m: m["model"].update(vocab_size=0), "model.vocab_size is 0; it must be at least 1"),
+        (lambda m: m["model"].update(max_context=-1), "model.max_context is -1"),
+        (lambda m: m["model"].update(eos_token_id=-1), "model.eos_token_id is -1"),
+        (lambda m: m["model"].update(rope_theta=float("nan")), "model.rope_theta is nan"),
+        (lambda m: m["model"].update(rms_norm_eps=0.0), "model.rms_norm_eps is 0.0"),
+        (lambda m: m["model"].update(experts_per_token=999), "experts_per_token is 999, of"),
+        (lambda m: m["model"].update(num_heads=7), "num_heads is 7"),
+        (lambda m: m["files"].update({"../x": {"bytes": 1, "sha256": "ab"}}), r"files\['../x'\] lies outside"),
+        (lambda m: m["files"].update({"/x": {"bytes": 1, "sha256": "ab"}}), r"files\['/x'\] lies outside"),
     ],
 )
 def test_anything_else_is_named(change: Callable[[dict[str, Any]], Any], message: str) -> None:
