@@ -27,6 +27,7 @@ from gptoss_trt.runtime.bench.cells import FULL, QUICK, STEP_TOKENS, Bench, Effo
 from gptoss_trt.runtime.bench.client_cells import ClientBench
 from gptoss_trt.runtime.bench.record import Cell, Setting, card_name, line, record, source_commit
 from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.prefill_weights import copy_experts
 from gptoss_trt.runtime.model.graphed import GraphedModel
 from gptoss_trt.runtime.model.loader import RankWeights, load_weights, random_weights
 from gptoss_trt.runtime.model.model import GptOssModel
@@ -84,6 +85,7 @@ class Options:
     quick: bool
     block_tokens: int
     run_ahead: bool
+    prefill_weights: str
     at: Literal["core", "client"]
     device: str | None
     seed: int
@@ -120,6 +122,7 @@ share_of_bound is the least time that an H200 could take (runtime/bench/bound.py
 @click.option("--quick", is_flag=True, help="Fewer steps and repetitions.")
 @click.option("--block-tokens", type=click.IntRange(1, 64), default=64, help="Tokens of a KV block.")
 @click.option("--run-ahead/--serial", default=True, help="Launch steps before the last one's tokens are known.")
+@click.option("--prefill-weights", default="auto", help="FP8 copies of experts: auto, none, or GiB.")
 @click.option(
     "--at", type=click.Choice(["core", "client"]), default="core", help="In this process, or at a client of one."
 )
@@ -160,8 +163,11 @@ def _core_bench(options: Options, effort: Effort, where: torch.device) -> Iterat
     """The engine core in this process: a bench, the name that records give the model, its formats."""
     weights, name = _weights(options, where)
     formats = _as_run(weights.manifest.formats, where)
-    model = GraphedModel(GptOssModel(weights, where))
-    model.model.one_launch = EngineOptions().one_launch
+    loaded = GptOssModel(weights, where)
+    del weights
+    loaded.one_launch = EngineOptions().one_launch
+    copy_experts(loaded, EngineOptions(prefill_weights=options.prefill_weights, step_tokens=STEP_TOKENS))
+    model = GraphedModel(loaded)
     yield Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead), name, formats
 
 
@@ -179,7 +185,7 @@ def _client_bench(options: Options, effort: Effort, where: torch.device) -> Iter
         most = max((batch for _, batches in _chosen(options)[0] for batch in batches), default=1)
         chosen = EngineOptions(
             block_tokens=options.block_tokens, max_batch=most, step_tokens=STEP_TOKENS, device=where.type,
-            prefix_cache=False, run_ahead=options.run_ahead,
+            prefix_cache=False, run_ahead=options.run_ahead, prefill_weights=options.prefill_weights,
         )  # fmt: skip
         with ClientBench(engine_dir, Path(folder) / "state", chosen, effort, options.seed) as bench:
             yield bench, name, _as_run(bench.formats, where)

@@ -56,8 +56,10 @@ typedef enum gptoss_trt_moe_product {
 /* How expert weights lie in memory. Both are layout sm90_v1 (see csrc/moe_gemm_fp8/layout.h) and
  * hold the same e4m3 values; on one plan they give the same bits. */
 typedef enum gptoss_trt_moe_storage {
-  GPTOSS_TRT_MOE_MXFP4 = 1, /* 4-bit values, expanded exactly to e4m3 in registers */
-  GPTOSS_TRT_MOE_FP8 = 2    /* e4m3 */
+  GPTOSS_TRT_MOE_MXFP4 = 1,    /* 4-bit values, expanded exactly to e4m3 in registers */
+  GPTOSS_TRT_MOE_FP8 = 2,      /* e4m3 */
+  GPTOSS_TRT_MOE_FP8_TILES = 3 /* the same values in layout sm90_tiles_v1, for many rows an expert:
+                                  plan AUTO or PREFILL, scale mode STATIC */
 } gptoss_trt_moe_storage;
 
 /* Groups of channels that share one scale in FP8 activations. */

@@ -14,12 +14,12 @@ import torch
 
 from gptoss_trt.ops.schemas import SCHEMAS
 from gptoss_trt.ops.shapes import F32, FP8, TENSORS, TensorShape
-from gptoss_trt.ops.weight_layout import expert_bytes
+from gptoss_trt.ops.weight_layout import expert_bytes, tiles_bytes
 from gptoss_trt.reference.act_quant import GROUPS
 
 MAX_BLOCK_TOKENS = 64
 MAX_DECODE_QUERIES = 8
-LAYOUTS = ("plain", "sm90_v1")
+LAYOUTS = ("plain", "sm90_v1", "sm90_tiles_v1")
 
 Values = dict[str, Any]
 Sizes = dict[str, int]
@@ -196,11 +196,17 @@ def _down(op: str, values: Values, sizes: Sizes) -> None:
 
 
 def _experts(op: str, values: Values, shape: tuple[int, int, int]) -> None:
-    """Expert weights [E, N, K] in one of the two storages and layouts."""
+    """Expert weights [E, N, K] in one of the two storages and three layouts."""
     if values["layout"] not in LAYOUTS:
         raise ArgumentError(f"{op}: layout is {values['layout']!r}; allowed: {', '.join(LAYOUTS)}")
     experts, rows, columns = shape
     weight, scale = values["weight"], values["weight_scale"]
+    if values["layout"] == "sm90_tiles_v1":
+        if values["h_group"] != 0 or scale.numel() or scale.dtype != torch.float32:
+            raise ArgumentError(f"{op}: layout sm90_tiles_v1 has h_group 0 and an empty float32 weight_scale")
+        tiles = f"{experts} {tiles_bytes(rows, columns)}"
+        _check_tensor(op, TensorShape("weight", tiles, (torch.uint8,)), weight, {})
+        return
     if values["layout"] == "sm90_v1":
         if scale.numel() or scale.dtype not in (torch.uint8, torch.float32):
             raise ArgumentError(

@@ -141,6 +141,8 @@ def expert_products(
         if layout == "sm90_v1":
             unpack = weight_layout.unpack_mxfp4 if mxfp4_storage else weight_layout.unpack_fp8
             values, scales = (part[0] for part in unpack(weight[expert : expert + 1], *shape))
+        elif layout == "sm90_tiles_v1":
+            values, scales = (part[0] for part in weight_layout.unpack_tiles(weight[expert : expert + 1], *shape))
         if mxfp4_storage:
             values, scales, _ = fp8_block.from_mxfp4(values, scales)
         return fp8_block.dequantise(values, scales)

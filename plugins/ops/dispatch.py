@@ -56,8 +56,8 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("moe_down", "cuda"): "gptoss_trt.ops.moe_gemm_fp8:moe_down",
 } | {(op, INVARIANT): f"gptoss_trt.ops.invariant:{op}" for op in _INVARIANT_OPS}
 
-# Which layout of expert weights an implementation reads, for the ops that have the argument.
-_LAYOUTS = {"triton": "plain", "cuda": "sm90_v1", INVARIANT: "sm90_v1"}
+# Which layouts of expert weights an implementation reads, for the ops that have the argument: its own first.
+_LAYOUTS = {"triton": ("plain",), "cuda": ("sm90_v1", "sm90_tiles_v1"), INVARIANT: ("sm90_v1",)}
 _LAYOUT_ARGUMENT = {
     op: names.index("str layout")
     for op, schema in SCHEMAS.items()
@@ -119,9 +119,15 @@ def is_invariant() -> bool:
 
 
 def layout_of(op: str) -> str | None:
-    """The layout of expert weights that a GPU call of `op` reads here, None when it has no implementation."""
+    """The layout of expert weights that a GPU call of `op` serves all steps with here, None when it has no
+    implementation."""
+    return next(iter(layouts_of(op)), None)
+
+
+def layouts_of(op: str) -> tuple[str, ...]:
+    """All layouts of expert weights that a GPU call of `op` reads here."""
     name = preferred(op)
-    return None if name is None else _LAYOUTS[name]
+    return () if name is None else _LAYOUTS[name]
 
 
 def registered() -> dict[str, tuple[str, ...]]:
@@ -161,8 +167,8 @@ def _resolve(op: str, names: tuple[str, ...], layout: str | None) -> Implementat
     for name in names:
         target = _TARGETS.get((op, name))
         reason = "not registered" if target is None else _unusable(name)
-        if reason is None and layout not in (None, _LAYOUTS[name]):
-            reason = f"reads layout {_LAYOUTS[name]}, not {layout}"
+        if reason is None and layout is not None and layout not in _LAYOUTS[name]:
+            reason = f"reads layout {' or '.join(_LAYOUTS[name])}, not {layout}"
         if target is not None and reason is None:
             return _load(target)
         tried.append(f"{name}: {reason}")

@@ -34,6 +34,7 @@ class Storage(IntEnum):
 
     MXFP4 = 1
     FP8 = 2
+    FP8_TILES = 3
 
 
 class ScaleMode(IntEnum):

@@ -12,9 +12,11 @@ import torch
 
 from gptoss_trt.ops import library
 from gptoss_trt.ops.library import MoeGemmArgs, OutDtype, Plan, Product, ScaleMode, Storage
-from gptoss_trt.ops.weight_layout import LayoutError, expert_bytes
+from gptoss_trt.ops.weight_layout import LayoutError, expert_bytes, tiles_bytes
 
 LAYOUT = "sm90_v1"
+TILES = "sm90_tiles_v1"  # FP8, of calls with many rows an expert
+PACKED = (Storage.MXFP4, Storage.FP8)  # in LAYOUT
 _SCALE_MODES = {0: ScaleMode.STATIC, 128: ScaleMode.BLOCK128, 64: ScaleMode.BLOCK64}
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
 
@@ -119,11 +121,18 @@ def moe_down(
 
 def storage_of(weight: torch.Tensor, n: int, k: int) -> Storage:
     """Which storage the packed weight u8 [E, bytes] of [n, k] has, by its size. Raises LayoutError for neither."""
-    for storage in Storage:
+    for storage in PACKED:
         if weight.dtype == torch.uint8 and weight.shape[1:] == (expert_bytes(n, k, storage is Storage.MXFP4),):
             return storage
-    sizes = ", ".join(f"{s.name.lower()} {expert_bytes(n, k, s is Storage.MXFP4)}" for s in Storage)
+    sizes = ", ".join(f"{s.name.lower()} {expert_bytes(n, k, s is Storage.MXFP4)}" for s in PACKED)
     raise LayoutError(f"{LAYOUT} weight of [{n}, {k}] is {weight.dtype} {tuple(weight.shape)}; bytes: {sizes}")
+
+
+def _tiles_of(weight: torch.Tensor, n: int, k: int) -> Storage:
+    if weight.dtype == torch.uint8 and weight.shape[1:] == (tiles_bytes(n, k),):
+        return Storage.FP8_TILES
+    size = tiles_bytes(n, k)
+    raise LayoutError(f"{TILES} weight of [{n}, {k}] is {weight.dtype} {tuple(weight.shape)}; bytes: {size}")
 
 
 def _shape(
@@ -135,12 +144,12 @@ def _shape(
     sizes: tuple[int, int, int, int],
     options: Options,
 ) -> _Shape:
-    if layout != LAYOUT:
-        raise LayoutError(f"the CUDA expert product reads layout {LAYOUT}, not {layout!r}")
+    if layout not in (LAYOUT, TILES):
+        raise LayoutError(f"the CUDA expert product reads layout {LAYOUT} or {TILES}, not {layout!r}")
     top_k, n, k, tokens = sizes
     most = 1 << max(0, tokens - 1).bit_length()  # few sizes of workspace, whatever the batch
     fixed = replace(options, flags=0)  # flags do not change a workspace
-    storage = storage_of(weight, n, k)
+    storage = storage_of(weight, n, k) if layout == LAYOUT else _tiles_of(weight, n, k)
     experts = weight.shape[0]
     return _Shape(product, storage, _SCALE_MODES[group], out_dtype, experts, top_k, n, k, most, fixed)
 

@@ -12,10 +12,13 @@ import torch
 
 from gptoss_trt.ops import dispatch, weight_layout
 from gptoss_trt.ops.cpu_weights import dense_fp8_product, dense_product, expert_products, may_hold
-from gptoss_trt.reference import rope
+from gptoss_trt.reference import fp8_block, rope
 from gptoss_trt.reference.rope import RopeConfig
 
-__all__ = ["RopeConfig", "prepare_dense", "prepare_experts", "rope_table"]
+TILES = "sm90_tiles_v1"
+TILES_STEP = {"moe_gate_up": 32, "moe_down": 8}  # rows of a weight whose product the library stores
+
+__all__ = ["RopeConfig", "prefill_bytes", "prefill_experts", "prepare_dense", "prepare_experts", "rope_table"]
 
 
 @functools.lru_cache(maxsize=4)
@@ -51,3 +54,28 @@ def prepare_experts(
         pack = weight_layout.pack_mxfp4 if weight.dtype == torch.uint8 else weight_layout.pack_fp8
         return pack(weight, scale), scale.new_empty(0), "sm90_v1"
     return weight, scale, layout
+
+
+def prefill_bytes(op: str, weight: torch.Tensor, layout: str, shape: tuple[int, int]) -> int:
+    """Bytes of what prefill_experts makes of a weight that prepare_experts returned; 0 where `op` reads no such."""
+    if weight.device.type == "cpu" or layout != "sm90_v1" or TILES not in dispatch.layouts_of(op):
+        return 0
+    if shape[0] % TILES_STEP[op]:
+        return 0
+    return weight.shape[0] * weight_layout.tiles_bytes(*shape)
+
+
+def prefill_experts(
+    weight: torch.Tensor, scale: torch.Tensor, shape: tuple[int, int]
+) -> tuple[torch.Tensor, torch.Tensor, str]:
+    """A weight in layout sm90_v1, either storage, once more as FP8 tiles: the same values, for steps of many tokens.
+    Experts are expanded one by one: temporaries take some ten times the bytes of one."""
+    out = torch.empty(len(weight), weight_layout.tiles_bytes(*shape), dtype=torch.uint8, device=weight.device)
+    for expert in range(len(weight)):
+        part = slice(expert, expert + 1)
+        if scale.dtype == torch.uint8:
+            values = fp8_block.from_mxfp4(*weight_layout.unpack_mxfp4(weight[part], *shape))[:2]
+        else:
+            values = weight_layout.unpack_fp8(weight[part], *shape)
+        weight_layout.pack_tiles(*values, out[part])
+    return out, torch.empty(0, device=weight.device), TILES

@@ -1,8 +1,9 @@
-"""Layout sm90_v1 of expert weights, as csrc/moe_gemm_fp8/layout.h defines it: packing and unpacking on any device.
+"""Layouts sm90_v1 and sm90_tiles_v1 of expert weights, as csrc/moe_gemm_fp8/layout.h defines them: packing and
+unpacking on any device.
 
-Invariant: both storages put weight (row, column) at the place that the kernels read it from; unpack(pack(x)) is x byte
-for byte, except where an MXFP4 block is not exact in FP8 (its values are then the rounded ones) and for the scale byte
-of an all-zero group that lies outside its block's 15 shifts. Must not know engines or kernels' tiles.
+Invariant: both storages of sm90_v1 put weight (row, column) at the place that the kernels read it from; unpack(pack(x))
+is x byte for byte, except where an MXFP4 block is not exact in FP8 (its values are then the rounded ones) and for the
+scale byte of an all-zero group that lies outside its block's 15 shifts. Must not know engines or kernels' tiles.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ RECORD = 128  # columns of a record, one FP8 scale block
 HEADER_BYTES = 16
 SHIFT_BYTES = 64
 ALIGNMENT = 128
+_TILE_CODES = RECORD * RECORD
+TILE_BYTES = _TILE_CODES + ALIGNMENT  # of layout sm90_tiles_v1: codes, then the scale
 BOTTOM_SHIFT, TOP_SHIFT = fp8_block.BOTTOM_SHIFT, fp8_block.TOP_SHIFT
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # e2m1 magnitudes times two, by code
 _CHUNK_WEIGHTS = 1 << 27  # weights packed at once: temporaries take some ten times as many bytes
@@ -110,6 +113,44 @@ def unpack_fp8(packed: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torc
     fields = halves.reshape(experts, strips, count, 2, 4, 8, 2, 2, 2, 2, 4)
     plain = fields.permute(0, 1, 4, 5, 9, 2, 6, 7, 3, 8, 10).reshape(experts, strips * STRIP_ROWS, count * HALF)
     return plain[:, :n, :k].contiguous().view(fp8_block.E4M3), scale
+
+
+def tiles_bytes(n: int, k: int) -> int:
+    """Bytes of one expert's [n, k] in layout sm90_tiles_v1."""
+    return -(-n // RECORD) * -(-k // RECORD) * TILE_BYTES
+
+
+def pack_tiles(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """e4m3 [E, N, K] and f32 [E, ceil(N/128), ceil(K/128)] -> u8 [E, bytes] of layout sm90_tiles_v1, `out` if given."""
+    experts, n, k = weight.shape
+    if out is None:
+        out = torch.empty(experts, tiles_bytes(n, k), dtype=torch.uint8, device=weight.device)
+    tiles = out.view(experts, -(-n // RECORD), -(-k // RECORD), TILE_BYTES)
+    padded = torch.nn.functional.pad(weight.view(torch.uint8), (0, -k % RECORD, 0, -n % RECORD))
+    chunks = padded.reshape(experts, tiles.shape[1], RECORD, tiles.shape[2], 8, 16).transpose(2, 3)
+    codes = torch.gather(chunks, 4, _swizzle(weight.device).expand(chunks.shape))
+    tiles[..., :_TILE_CODES] = codes.flatten(3)
+    tiles[..., _TILE_CODES : _TILE_CODES + 4] = scale.unsqueeze(-1).contiguous().view(torch.uint8)
+    tiles[..., _TILE_CODES + 4 :] = 0
+    return out
+
+
+def unpack_tiles(packed: torch.Tensor, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """u8 [E, bytes] -> e4m3 [E, n, k] and f32 [E, ceil(n/128), ceil(k/128)]. Raises LayoutError for another size."""
+    if packed.dtype != torch.uint8 or packed.shape[1:] != (tiles_bytes(n, k),):
+        raise LayoutError(f"tiles are {packed.dtype} {tuple(packed.shape)}; [{n}, {k}] needs {tiles_bytes(n, k)} bytes")
+    tiles = packed.view(len(packed), -(-n // RECORD), -(-k // RECORD), TILE_BYTES)
+    chunks = tiles[..., :_TILE_CODES].reshape(*tiles.shape[:3], RECORD, 8, 16)
+    codes = torch.gather(chunks, 4, _swizzle(packed.device).expand(chunks.shape))
+    rows = codes.flatten(4).transpose(2, 3).reshape(len(packed), tiles.shape[1] * RECORD, tiles.shape[2] * RECORD)
+    scale = tiles[..., _TILE_CODES : _TILE_CODES + 4].contiguous().view(torch.float32).squeeze(-1)
+    return rows[:, :n, :k].contiguous().view(fp8_block.E4M3), scale
+
+
+def _swizzle(device: torch.device) -> torch.Tensor:
+    """Which chunk of 16 columns a row of a tile has at each place, and where each of its chunks is: [128, 8, 1]."""
+    row, chunk = torch.arange(RECORD, device=device), torch.arange(8, device=device)
+    return (row.unsqueeze(1) % 8 ^ chunk).unsqueeze(-1)
 
 
 def _check_rows(n: int) -> None:

@@ -155,6 +155,7 @@ class ModelCore:
 
 def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     """Loads the model in `engine_dir` and gives it a KV cache. Raises what load_model raises, and EngineLoadError."""
+    from gptoss_trt.runtime.engine.prefill_weights import copy_experts
     from gptoss_trt.runtime.model import GraphedModel, load_model
 
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -167,6 +168,7 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     chosen = options.resolved(device)
     draft = load_draft(chosen, engine_dir, loaded, device)
+    copy_experts(loaded, options)
     shapes = _cache_shapes(model, draft, chosen)
     kv_bytes = options.kv_bytes or _default_kv_bytes([shape for shape in shapes if shape is not None], device)
     compiler = LlguidanceCompiler(model.config.vocab_size)

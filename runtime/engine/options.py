@@ -19,6 +19,7 @@ from gptoss_trt.runtime.engine.core import EngineLoadError
 MAX_DRAFT_TOKENS = 32
 # By how tokens are drafted, the most in a step unless chosen: n-grams cost nothing, a draft model or head a pass each.
 DRAFT_TOKENS = {"none": 0, "ngram": 8, "draft": 4, "eagle3": 3}
+MOST_GIB = 1 << 20
 NEED_DRAFT_ENGINE = ("draft", "eagle3")
 
 
@@ -46,6 +47,7 @@ class EngineOptions:
     run_ahead: bool = _option(True, "launch a step ahead of the last one's tokens (true)")
     one_launch: bool = _option(True, "decode of one sequence as one kernel, where it can (true)")
     deterministic: bool = _option(False, "bits that do not depend on the batch, on a GPU (false)")
+    prefill_weights: str = _option("auto", "FP8 copies of experts for prompts: none, GiB (auto)")
     speculation: str = _option("none", "who drafts tokens: ngram, draft, eagle3 (none)")
     draft_engine: str = _option("", "the draft engine's or the head's directory")
     draft_tokens: int = _option(0, "most tokens of a draft (ngram: 8, draft: 4, eagle3: 3)")
@@ -77,7 +79,20 @@ class EngineOptions:
             )
         if self.kv_events and not self.prefix_cache:
             raise EngineLoadError(f"engine option kv_events is {self.kv_events!r}, but prefix_cache is off")
+        self._check_prefill_weights()
         self._check_speculation()
+
+    def _check_prefill_weights(self) -> None:
+        if self.prefill_weights in ("auto", "none"):
+            return
+        try:
+            gib = float(self.prefill_weights)
+        except (TypeError, ValueError):
+            gib = -1.0
+        if not 0 <= gib <= MOST_GIB:
+            raise EngineLoadError(
+                f"engine option prefill_weights is {self.prefill_weights!r}; allowed: auto, none, GiB up to {MOST_GIB}"
+            )
 
     def _check_speculation(self) -> None:
         if self.speculation not in DRAFT_TOKENS:

@@ -13,12 +13,15 @@ import torch
 
 from gptoss_trt.build_engine.spec import H_GROUPS, qkv_segments
 from gptoss_trt.ops import ops
-from gptoss_trt.ops.prepare import prepare_dense, prepare_experts
+from gptoss_trt.ops.prepare import prefill_bytes, prefill_experts, prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
 from gptoss_trt.runtime.model.loader import RankWeights
 from gptoss_trt.runtime.model.step import Ends, Step
 
 E4M3 = torch.float8_e4m3fn
+# Steps of this many rows an expert on average read the experts' FP8 copy, where there is one (measured: 1.2 to 1.3
+# times as fast from 128 rows on, 6% slower at 64 uneven ones).
+PREFILL_ROWS = 96
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,9 @@ class Attention:
         return reduce_partial(lambda dtype: self.out.of(out.flatten(1), dtype), self._group)
 
 
+Prepared = tuple[torch.Tensor, torch.Tensor, str]  # weight, scale, layout
+
+
 class Experts:
     """Router and experts; the ranks of `group` hold some experts, or a part of each expert's intermediates."""
 
@@ -146,6 +152,7 @@ class Experts:
         prepare_dense(self.router[0])
         width = share.intermediates[1] - share.intermediates[0]
         shapes = {"gate_up": (2 * width, config.hidden_size), "down": (config.hidden_size, width)}
+        self._shapes = tuple(shapes.values())
         self._gate_up, self._down = (
             prepare_experts(
                 f"moe_{part}",
@@ -163,6 +170,20 @@ class Experts:
         self._activation = (config.swiglu_limit, config.swiglu_alpha)
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
+        self._prefill: tuple[Prepared, ...] | None = None
+
+    def prefill_bytes(self, most_tokens: int) -> int:
+        """Bytes of an FP8 copy of both products' weights; 0 where no step of up to `most_tokens` would read it."""
+        if self._h_group or not self._is_prefill(most_tokens):
+            return 0
+        parts = zip(("gate_up", "down"), (self._gate_up, self._down), self._shapes, strict=True)
+        sizes = [prefill_bytes(f"moe_{part}", weight, layout, shape) for part, (weight, _, layout), shape in parts]
+        return sum(sizes) if all(sizes) else 0
+
+    def copy_for_prefill(self) -> None:
+        """Makes that copy."""
+        parts = zip((self._gate_up, self._down), self._shapes, strict=True)
+        self._prefill = tuple(prefill_experts(weight, scale, shape) for (weight, scale, _), shape in parts)
 
     @property
     def layout(self) -> str:
@@ -196,6 +217,15 @@ class Experts:
         ops.moe_combine_norm(rows, ids, *self._local, updated, *norm)
         return updated, out
 
+    def _is_prefill(self, tokens: int) -> bool:
+        return tokens * self._top_k >= PREFILL_ROWS * self._local[1]
+
+    def _weights(self, tokens: int) -> tuple[Prepared, ...]:
+        """Both products' for a step of so many tokens."""
+        if self._prefill is not None and self._is_prefill(tokens):
+            return self._prefill
+        return self._gate_up, self._down
+
     def _slots(
         self, residual: torch.Tensor, delta: torch.Tensor, updated: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -218,11 +248,12 @@ class Experts:
         h_scale = None
         if self._h_group:
             h_scale = torch.empty((-(-intermediate // self._h_group), len(slots)), dtype=torch.float32, device=device)
-        weight, scale, layout = self._gate_up
+        gate_up, down = self._weights(tokens)
+        weight, scale, layout = gate_up
         how = (self._top_k, *self._activation, layout, self._h_group)
         ops.moe_gate_up(x, x_scale, weight, scale, self.gate_up_bias, *where, *how, h, h_scale)
         rows = torch.empty((tokens, self._top_k, hidden), dtype=partial_dtype(self._group), device=device)
-        weight, scale, layout = self._down
+        weight, scale, layout = down
         ops.moe_down(h, h_scale, weight, scale, self.down_bias, weights, *where, layout, self._h_group, rows)
         return ids, rows
 

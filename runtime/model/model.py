@@ -60,6 +60,19 @@ class GptOssModel:
         allocate_kv."""
         return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
 
+    def copy_experts(self, most_bytes: int, most_tokens: int) -> tuple[int, int]:
+        """Copies expert weights of as many layers as `most_bytes` hold, from the first on, to FP8 for steps of many
+        tokens, of `most_tokens` at most: (layers, bytes). Comes before any graph is captured. (0, 0) where no step
+        would read them."""
+        layers = total = 0
+        for experts in self._experts:
+            size = experts.prefill_bytes(most_tokens)
+            if size == 0 or total + size > most_bytes:
+                break
+            experts.copy_for_prefill()
+            layers, total = layers + 1, total + size
+        return layers, total
+
     def allocate_kv(self, full_blocks: int, window_blocks: int, block_tokens: int) -> None:
         """(Re)allocates both pools, zeroed. Raises ValueError for a block_tokens outside 1..64 or negative counts."""
         self._kv = self.one_token = None  # frees the old pools first

@@ -14,7 +14,7 @@ import torch
 
 from gptoss_trt.ops import weight_layout
 from gptoss_trt.ops.library import Storage
-from gptoss_trt.ops.moe_gemm_fp8 import Options, moe_down, moe_gate_up
+from gptoss_trt.ops.moe_gemm_fp8 import LAYOUT, TILES, Options, moe_down, moe_gate_up
 from gptoss_trt.reference import fp8_block
 from gptoss_trt.reference.act_quant import act_quant
 
@@ -109,6 +109,8 @@ class Case:
     def packed(self, storage: Storage) -> torch.Tensor:
         if storage is Storage.MXFP4:
             return weight_layout.pack_mxfp4(*self.mxfp4)
+        if storage is Storage.FP8_TILES:
+            return weight_layout.pack_tiles(*fp8_block.from_mxfp4(*self.mxfp4)[:2])
         return weight_layout.pack_fp8(*fp8_block.from_mxfp4(*self.mxfp4)[:2])
 
 
@@ -137,6 +139,7 @@ class Result:
 
 def run(case: Case, options: Options, storage: Storage = Storage.MXFP4, dtype: torch.dtype = torch.bfloat16) -> Result:
     packed = case.packed(storage)
+    layout = TILES if storage is Storage.FP8_TILES else LAYOUT
     none = torch.empty(0)
     rows = case.tokens * case.top_k
     if case.product == "gate_up":
@@ -145,7 +148,7 @@ def run(case: Case, options: Options, storage: Storage = Storage.MXFP4, dtype: t
         scale = Guarded((groups, rows), torch.float32)
         moe_gate_up(
             case.x, case.x_scale, packed, none, case.bias, case.offsets, none, case.slots, case.top_k, LIMIT, ALPHA,
-            "sm90_v1", case.group, h.tensor, scale.tensor if case.group else None, options,
+            layout, case.group, h.tensor, scale.tensor if case.group else None, options,
         )  # fmt: skip
         torch.cuda.synchronize()
         h.check(torch.arange(rows, device="cuda") < case.total)
@@ -153,7 +156,7 @@ def run(case: Case, options: Options, storage: Storage = Storage.MXFP4, dtype: t
         return Result(h.tensor, scale.tensor if case.group else None)
     out = Guarded((case.tokens, case.top_k, case.hidden), dtype)
     moe_down(
-        case.x, case.x_scale, packed, none, case.bias, case.weights, case.offsets, none, case.slots, "sm90_v1",
+        case.x, case.x_scale, packed, none, case.bias, case.weights, case.offsets, none, case.slots, layout,
         case.group, out.tensor, options,
     )  # fmt: skip
     torch.cuda.synchronize()

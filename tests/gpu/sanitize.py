@@ -29,7 +29,7 @@ from test_ops_on_cuda import bf16, poisoned
 from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops.library import Plan, Storage
-from gptoss_trt.ops.moe_gemm_fp8 import Options
+from gptoss_trt.ops.moe_gemm_fp8 import PACKED, Options
 from gptoss_trt.runtime.model import GptOssModel, StepBatch
 from gptoss_trt.runtime.model.loader import random_weights
 
@@ -133,7 +133,7 @@ def experts_decode() -> None:
     for product in ("gate_up", "down"):
         for tokens, hidden, inter, group in ((1, 256, 192, 0), (3, 320, 192, 128), (12, 96, 96, 64), (40, 256, 192, 0)):
             case = Case(hidden, inter, tokens=tokens, product=product, group=group)
-            for storage in Storage:
+            for storage in PACKED:
                 for plan in (Plan.SIMT, Plan.WGMMA):
                     run(case, Options(plan), storage)
 
@@ -142,8 +142,16 @@ def experts_prefill() -> None:
     """The prefill plan of the expert products."""
     for product in ("gate_up", "down"):
         for tokens, group in ((40, 0), (150, 128), (150, 64)):
-            for storage in Storage:
+            for storage in PACKED:
                 run(Case(tokens=tokens, product=product, group=group, routing="skewed"), Options(Plan.PREFILL), storage)
+
+
+def experts_tiles() -> None:
+    """The expert products on FP8 tiles, alone and in clusters."""
+    for product in ("gate_up", "down"):
+        for tokens, experts in ((40, 8), (300, 8), (600, 1)):
+            case = Case(tokens=tokens, experts=experts, top_k=min(4, experts), product=product, group=0)
+            run(case, Options(), Storage.FP8_TILES)
 
 
 def steps() -> None:
@@ -206,8 +214,8 @@ def step_batch(lengths: list[int], known: int, blocks: int, device: torch.device
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        attention_decode, attention_prefill, attention_triton, dense, routing, experts_decode, experts_prefill, steps,
-        model,
+        attention_decode, attention_prefill, attention_triton, dense, routing, experts_decode, experts_prefill,
+        experts_tiles, steps, model,
     )
 }  # fmt: skip
 

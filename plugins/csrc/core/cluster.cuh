@@ -27,6 +27,12 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, uint32_t r
   return mapped;
 }
 
+// At a barrier of a block of the cluster, for what has been read; `release.cluster`, which writes
+// would need, costs a fence of the whole memory.
+__device__ __forceinline__ void cluster_arrive(uint32_t mapped_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
+}
+
 __device__ __forceinline__ float4 cluster_load(uint32_t mapped) {
   float4 value;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -38,7 +38,7 @@ gptoss_trt_status check_sizes(const Args* args) {
   if (status != GPTOSS_TRT_OK) return status;
   const Range ranges[] = {
       {"product", args->product, GPTOSS_TRT_MOE_GATE_UP, GPTOSS_TRT_MOE_DOWN},
-      {"storage", args->storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8},
+      {"storage", args->storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8_TILES},
       {"scale_mode", args->scale_mode, GPTOSS_TRT_SCALE_STATIC, GPTOSS_TRT_SCALE_BLOCK64},
       {"plan", args->plan, GPTOSS_TRT_MOE_PLAN_AUTO, GPTOSS_TRT_MOE_PLAN_PREFILL},
       {"k_split", args->k_split, 0, kMaxSplit},
@@ -110,9 +110,10 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
     p.items_taken = reinterpret_cast<int32_t*>(workspace + layout.items_taken);
     p.row_info = reinterpret_cast<uint2*>(workspace + layout.row_info);
     p.gathered = workspace + layout.gathered;
+    p.sorted_scales = reinterpret_cast<float*>(workspace + layout.sorted_scales);
   }
   p.expert_bytes = expert_bytes(storage, args.n, args.k);
-  p.strip_bytes = strip_bytes(storage, args.k);
+  p.strip_bytes = storage == Storage::kFp8Tiles ? 0 : strip_bytes(storage, args.k);
   p.limit = args.limit;
   p.alpha = args.alpha;
   p.experts = args.experts;
@@ -120,6 +121,7 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
   p.n = args.n;
   p.k = args.k;
   p.strips = strips(args.n);
+  p.weight_tiles = weight_tiles(args.n);
   p.records = records(args.k);
   p.tail_halves = tail_halves(args.k);
   p.rows = args.tokens * args.top_k;
@@ -135,7 +137,24 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
   return p;
 }
 
+gptoss_trt_status check_tiles(const Args& args) {
+  if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO && args.plan != GPTOSS_TRT_MOE_PLAN_PREFILL) {
+    return fail(GPTOSS_TRT_UNSUPPORTED, "moe_gemm_fp8: FP8 tiles have a prefill plan only, not %d",
+                args.plan);
+  }
+  if (args.scale_mode != GPTOSS_TRT_SCALE_STATIC) {
+    return fail(GPTOSS_TRT_UNSUPPORTED, "moe_gemm_fp8: FP8 tiles take static scales of h, not %d",
+                args.scale_mode);
+  }
+  const int step = args.product == GPTOSS_TRT_MOE_GATE_UP ? 32 : 8;  // rows are stored by 16 bytes
+  if (args.n % step == 0 && args.k_split <= 1) return GPTOSS_TRT_OK;
+  return fail(GPTOSS_TRT_UNSUPPORTED,
+              "moe_gemm_fp8: FP8 tiles with n %d, no multiple of %d, or k_split %d", args.n, step,
+              args.k_split);
+}
+
 gptoss_trt_status check_plan(const Args& args, const Plan& plan) {
+  if (args.storage == GPTOSS_TRT_MOE_FP8_TILES) return check_tiles(args);
   if (plan.kind == GPTOSS_TRT_MOE_PLAN_SIMT) {
     if (args.tokens * args.top_k <= kMaxGridY) return GPTOSS_TRT_OK;
     return fail(GPTOSS_TRT_UNSUPPORTED, "moe_gemm_fp8: the SIMT plan takes %d rows at most, not %d",
@@ -172,7 +191,10 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
   const LaunchOptions options{
       args.product == GPTOSS_TRT_MOE_GATE_UP,
       args.product == GPTOSS_TRT_MOE_DOWN && args.scale_mode == GPTOSS_TRT_SCALE_BLOCK64,
-      (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0, multiprocessors, stream};
+      (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0,
+      multiprocessors,
+      plan.share,
+      stream};
   const Params params = make_params(args, plan, layout);
   const auto storage = static_cast<Storage>(args.storage);
   cudaError_t error = cudaSuccess;
@@ -181,7 +203,8 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
       error = launch_simt(storage, params, options);
       break;
     case GPTOSS_TRT_MOE_PLAN_PREFILL:
-      error = launch_prefill(storage, params, options);
+      error = storage == Storage::kFp8Tiles ? launch_tiles(params, options)
+                                            : launch_prefill(storage, params, options);
       break;
     default:
       error = launch_wgmma(storage, params, options);
@@ -198,8 +221,8 @@ extern "C" gptoss_trt_status gptoss_trt_moe_weight_bytes(int32_t storage, int32_
   if (bytes == nullptr) {
     return gptoss::fail(GPTOSS_TRT_INVALID_ARGUMENT, "moe_weight_bytes: bytes is null");
   }
-  gptoss_trt_status status =
-      gptoss::check_range(kCall, {"storage", storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8});
+  gptoss_trt_status status = gptoss::check_range(
+      kCall, {"storage", storage, GPTOSS_TRT_MOE_MXFP4, GPTOSS_TRT_MOE_FP8_TILES});
   if (status == GPTOSS_TRT_OK) status = check_columns(n, k);
   if (status != GPTOSS_TRT_OK) return status;
   *bytes = static_cast<uint64_t>(expert_bytes(static_cast<Storage>(storage), n, k));

@@ -13,6 +13,7 @@ struct LaunchOptions {
   bool x_scale_per_64;  // DOWN in BLOCK64 mode
   bool dependent_launch;
   int multiprocessors;
+  int share;  // of the plan
   cudaStream_t stream;
 };
 
@@ -21,6 +22,8 @@ cudaError_t launch_wgmma(Storage storage, const Params& params, const LaunchOpti
 cudaError_t launch_quantise(const Params& params, const LaunchOptions& options);
 // Behind a kernel that brings the activations into tiles.
 cudaError_t launch_prefill(Storage storage, const Params& params, const LaunchOptions& options);
+// On FP8 tiles; behind a kernel that sorts the rows of x.
+cudaError_t launch_tiles(const Params& params, const LaunchOptions& options);
 cudaError_t launch_simt(Storage storage, const Params& params, const LaunchOptions& options);
 
 }  // namespace gptoss::moe

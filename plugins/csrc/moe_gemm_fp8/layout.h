@@ -40,7 +40,7 @@ constexpr int kRunAlignment = 128;
 constexpr int kBottomShift = -8;  // 0.5 x 2^-8 is the smallest subnormal of e4m3
 constexpr int kTableRows = 16;    // a row per shift -8 to 6, and one of zeros
 
-enum class Storage : int { kMxfp4 = 1, kFp8 = 2 };
+enum class Storage : int { kMxfp4 = 1, kFp8 = 2, kFp8Tiles = 3 };
 
 GPTOSS_HOST_DEVICE constexpr int half_bytes(Storage storage) {
   return storage == Storage::kMxfp4 ? kShiftBytes + kStripRows * kHalfColumns / 2
@@ -70,8 +70,18 @@ GPTOSS_HOST_DEVICE constexpr int64_t strip_bytes(Storage storage, int k) {
   return (bytes + kRunAlignment - 1) / kRunAlignment * kRunAlignment;
 }
 
+// Layout sm90_tiles_v1: an expert is tiles of 128 rows x 128 columns, [ceil(n / 128)][ceil(k /
+// 128)], zeros behind n and k. A tile is its e4m3 codes as shared memory holds them, row r's
+// 16-byte chunk c at 128 r + 16 (c ^ r % 8), then its fp32 scale and zeros to kTileBytes.
+constexpr int kTileRows = 128;
+constexpr int kTileBytes = kTileRows * kRecordColumns + kRunAlignment;
+
+GPTOSS_HOST_DEVICE constexpr int weight_tiles(int n) { return ceil_div(n, kTileRows); }
+
 GPTOSS_HOST_DEVICE constexpr int64_t expert_bytes(Storage storage, int n, int k) {
-  return strips(n) * strip_bytes(storage, k);
+  return storage == Storage::kFp8Tiles
+             ? static_cast<int64_t>(weight_tiles(n)) * records(k) * kTileBytes
+             : strips(n) * strip_bytes(storage, k);
 }
 
 // e4m3 code of units x 2^-9; exact for the values that the table holds.

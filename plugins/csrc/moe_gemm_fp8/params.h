@@ -43,11 +43,14 @@ struct Params {
   int routing_ready;  // offsets may be read before dependency_wait
   SharedLayout shared;
   // Of the prefill plan.
-  uint8_t* gathered;     // token tiles, gather_kernel.cuh
+  uint8_t* gathered;     // token tiles, gather_kernel.cuh; on FP8 tiles sorted rows of x
   uint2* row_info;       // DOWN: output slot and routing weight of a column of the token blocks
   int32_t* items_taken;  // beyond the first of each block of threads
   int tile_row_bytes;    // of one token in one record: 128 codes and its scales
   PrefillShared prefill;
+  // On FP8 tiles.
+  float* sorted_scales;  // gather_tiles_kernel.cuh
+  int weight_tiles;
 };
 
 // One kernel each: what it computes, and how the activations are scaled that it makes or takes.

@@ -129,6 +129,14 @@ int scale_group(int scale_mode) {
 
 Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
   Plan plan{};
+  if (args.storage == GPTOSS_TRT_MOE_FP8_TILES) {
+    plan.kind = GPTOSS_TRT_MOE_PLAN_PREFILL;
+    plan.token_block = kBlockRows;
+    plan.k_split = 1;
+    plan.share =
+        rows(args, args.tokens) >= static_cast<uint64_t>(kSharedRows) * args.experts ? 2 : 1;
+    return plan;
+  }
   if (is_prefill(args, args.tokens)) {
     plan.kind = GPTOSS_TRT_MOE_PLAN_PREFILL;
     plan.token_block = kPrefillBlock;
@@ -144,7 +152,24 @@ Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
   return plan;
 }
 
+namespace {
+
+// GATE_UP on FP8 tiles: the rows of x by expert, and their scales by token block.
+WorkspaceLayout make_tiles_workspace(const gptoss_trt_moe_gemm_args& args) {
+  WorkspaceLayout layout{};
+  if (args.product != GPTOSS_TRT_MOE_GATE_UP) return layout;
+  const uint64_t count = rows(args, args.max_tokens);
+  const uint64_t blocks = count / kBlockRows + std::min<uint64_t>(args.experts, count);
+  layout.sorted_scales = align_workspace(count * args.k);
+  layout.total_bytes =
+      layout.sorted_scales + align_workspace(blocks * records(args.k) * kBlockRows * sizeof(float));
+  return layout;
+}
+
+}  // namespace
+
 WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
+  if (args.storage == GPTOSS_TRT_MOE_FP8_TILES) return make_tiles_workspace(args);
   WorkspaceLayout layout{};
   const int most = most_tokens_elsewhere(args, args.max_tokens);
   const uint64_t blocks = most_token_blocks(args, most);

@@ -103,7 +103,11 @@ def test_no_kernel_spills_and_wgmma_is_not_serialised(build_log: str) -> None:
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("storage", list(Storage))
 def test_weight_bytes_equal_the_packer(library: Library, storage: Storage, n: int, k: int) -> None:
-    assert library.moe_weight_bytes(storage, n, k) == weight_layout.expert_bytes(n, k, storage is Storage.MXFP4)
+    if storage is Storage.FP8_TILES:
+        expected = weight_layout.tiles_bytes(n, k)
+    else:
+        expected = weight_layout.expert_bytes(n, k, storage is Storage.MXFP4)
+    assert library.moe_weight_bytes(storage, n, k) == expected
 
 
 def test_packed_weights_are_smaller_than_the_checkpoint(library: Library) -> None:
@@ -185,6 +189,35 @@ def test_prefill_refuses_what_it_cannot_do(library: Library) -> None:
             setattr(args, name, pointer)
         with pytest.raises(LibraryError, match=words):
             library.moe_gemm(args, 0)
+
+
+TILES = {"storage": Storage.FP8_TILES, "scale_mode": ScaleMode.STATIC}
+
+
+def test_tiles_keep_sorted_rows_and_their_scales_in_the_workspace(library: Library) -> None:
+    for tokens in (1, 300, 4096):
+        size = library.moe_gemm_workspace(arguments(**TILES, tokens=tokens, max_tokens=tokens))
+        rows = 4 * tokens
+        assert 0 <= size - rows * 2880 - (rows // 256 + min(32, rows)) * 23 * 256 * 4 < 512
+    down = arguments(**TILES, product=Product.DOWN, out_dtype=OutDtype.BF16, n=2880)
+    assert library.moe_gemm_workspace(down) == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"plan": Plan.WGMMA}, "FP8 tiles have a prefill plan only, not 2"),
+        ({"scale_mode": ScaleMode.BLOCK128, "out_scale": 4096}, "FP8 tiles take static scales of h, not 2"),
+        ({"n": 336}, "n 336, no multiple of 32"),
+        ({"k_split": 2}, "or k_split 2"),
+    ],
+)
+def test_tiles_refuse_what_they_cannot_do(library: Library, changes: dict[str, int], words: str) -> None:
+    args = arguments(**(TILES | changes))
+    for name in ("weights", "x", "x_scale", "expert_offsets", "row_slots", "out"):
+        setattr(args, name, 4096)
+    with pytest.raises(LibraryError, match=words):
+        library.moe_gemm(args, 0)
 
 
 def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:

@@ -56,11 +56,18 @@ OFFSETS = torch.zeros(EXPERTS + 1, dtype=torch.int32)
 NONE = torch.empty(0)
 
 
-def gate_up(tokens: int, options: Options = DEFAULT, layout: str = "sm90_v1", offsets: torch.Tensor = OFFSETS) -> None:
+def gate_up(
+    tokens: int,
+    options: Options = DEFAULT,
+    layout: str = "sm90_v1",
+    offsets: torch.Tensor = OFFSETS,
+    weight: torch.Tensor | None = None,
+) -> None:
     slots = torch.zeros(tokens * TOP_K, dtype=torch.int32)
     bias = torch.zeros(EXPERTS, 2 * INTER, dtype=torch.bfloat16)
     h = e4m3(tokens * TOP_K, INTER)
-    weight = packed(2 * INTER, HIDDEN)
+    if weight is None:
+        weight = packed(2 * INTER, HIDDEN)
     moe_gate_up(
         e4m3(tokens, HIDDEN), torch.ones(1, tokens), weight, NONE, bias, offsets, NONE, slots, TOP_K, 7.0, 1.702,
         layout, 0, h, None, options,
@@ -95,6 +102,13 @@ def test_arguments_of_down(recorder: Recorder) -> None:
     assert args.expert_weights and args.x_scale and not args.bias
 
 
+def test_tiles_are_a_storage_of_their_own(recorder: Recorder) -> None:
+    weight = torch.zeros(EXPERTS, weight_layout.tiles_bytes(2 * INTER, HIDDEN), dtype=torch.uint8)
+    gate_up(3, layout="sm90_tiles_v1", weight=weight)
+    (args,) = recorder.calls
+    assert (args.storage, args.scale_mode, args.plan) == (Storage.FP8_TILES, ScaleMode.STATIC, Plan.AUTO)
+
+
 def test_a_workspace_is_prepared_once_for_few_sizes(recorder: Recorder) -> None:
     for tokens in (5, 6, 8, 7):
         gate_up(tokens)
@@ -120,7 +134,9 @@ def test_down_reads_ahead_only_behind_its_own_gate_up(recorder: Recorder) -> Non
 
 
 def test_refuses_another_layout_and_size(recorder: Recorder) -> None:
-    with pytest.raises(LayoutError, match="reads layout sm90_v1, not 'plain'"):
+    with pytest.raises(LayoutError, match="reads layout sm90_v1 or sm90_tiles_v1, not 'plain'"):
         gate_up(1, layout="plain")
+    with pytest.raises(LayoutError, match=r"sm90_tiles_v1 weight of \[128, 128\] is .*; bytes: 16512"):
+        gate_up(1, layout="sm90_tiles_v1")
     with pytest.raises(LayoutError, match=r"bytes: mxfp4 \d+, fp8 \d+"):
         moe_gemm_fp8.storage_of(torch.zeros(1, 5, dtype=torch.uint8), 64, 64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gptoss_trt.ops import weight_layout
+from gptoss_trt.ops import prepare, weight_layout
 from gptoss_trt.ops.weight_layout import LayoutError
 from gptoss_trt.reference import fp8_block, mxfp4
 
@@ -125,3 +125,41 @@ def test_refuses_odd_rows_and_other_sizes() -> None:
         weight_layout.pack_fp8(torch.zeros(1, 2, 48, dtype=torch.uint8).view(fp8_block.E4M3), torch.ones(1, 1, 1))
     with pytest.raises(LayoutError, match=r"\[64, 64\] needs 2176 bytes"):
         weight_layout.unpack_mxfp4(torch.zeros(1, 100, dtype=torch.uint8), 64, 64)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_tiles_round_trip_is_byte_for_byte(n: int, k: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    weight = torch.randint(0, 256, (2, n, k), generator=generator, dtype=torch.uint8)
+    scale = torch.rand(2, -(-n // 128), -(-k // 128), generator=generator)
+    packed = weight_layout.pack_tiles(weight.view(fp8_block.E4M3), scale)
+    assert packed.shape == (2, weight_layout.tiles_bytes(n, k))
+    again, again_scale = weight_layout.unpack_tiles(packed, n, k)
+    assert torch.equal(again.view(torch.uint8), weight)
+    assert torch.equal(again_scale, scale)
+
+
+def test_tiles_lie_as_shared_memory_has_them() -> None:
+    """Chunks of 16 columns are exchanged inside a row by its number; behind n and k there are zeros."""
+    weight = torch.arange(1, 192 * 160 + 1).to(torch.uint8).reshape(1, 192, 160)
+    packed = weight_layout.pack_tiles(weight.view(fp8_block.E4M3), torch.arange(4.0).reshape(1, 2, 2))
+    tiles = packed.reshape(2, 2, weight_layout.TILE_BYTES)
+    for row, column in ((0, 0), (1, 0), (7, 127), (9, 130), (127, 64), (128, 5), (191, 159)):
+        inside = column % 128
+        at = 128 * (row % 128) + 16 * (inside // 16 ^ row % 8) + inside % 16
+        assert int(tiles[row // 128, column // 128, at]) == int(weight[0, row, column])
+    assert int(tiles[1, :, 64 * 128 : 128 * 128].max()) == 0
+    assert tiles[..., 128 * 128 : 128 * 128 + 4].contiguous().view(torch.float32).flatten().tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("mxfp4_storage", [True, False])
+def test_copies_for_prefill_hold_the_same_values(mxfp4_storage: bool) -> None:
+    blocks, scales = random_mxfp4(192, 320, experts=3)
+    weight, scale, _ = fp8_block.from_mxfp4(blocks, scales)
+    if mxfp4_storage:
+        packed, marker = weight_layout.pack_mxfp4(blocks, scales), torch.empty(0, dtype=torch.uint8)
+    else:
+        packed, marker = weight_layout.pack_fp8(weight, scale), torch.empty(0)
+    tiles, empty, layout = prepare.prefill_experts(packed, marker, (192, 320))
+    assert (layout, empty.dtype, empty.numel()) == ("sm90_tiles_v1", torch.float32, 0)
+    assert torch.equal(tiles, weight_layout.pack_tiles(weight, scale))

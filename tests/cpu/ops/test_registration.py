@@ -176,7 +176,7 @@ def test_expert_products_go_to_who_reads_their_layout(monkeypatch: pytest.Monkey
     dispatch.run("moe_down", tuple(packed))
     assert [call[0] for call in calls] == [None, "other"]
     dispatch.select("moe_down", "cuda")
-    with pytest.raises(NoImplementationError, match="cuda: reads layout sm90_v1, not plain"):
+    with pytest.raises(NoImplementationError, match="cuda: reads layout sm90_v1 or sm90_tiles_v1, not plain"):
         dispatch.run("moe_down", tuple(plain))
 
 

@@ -1,0 +1,50 @@
+"""FP8 copies of experts on a GPU, for steps of many tokens: how much memory they get, and when they are made.
+
+Invariant: made once, behind loading and ahead of caches and graphs; without room the engine runs as it does without
+copies. Must not know layouts or kernels.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from gptoss_trt.runtime.engine.options import EngineOptions
+
+if TYPE_CHECKING:
+    from gptoss_trt.runtime.model.model import GptOssModel
+
+log = logging.getLogger(__name__)
+
+STEP_SHARE = 0.15  # of what is free, left to steps
+
+
+def copies_bytes(options: EngineOptions, free_bytes: int) -> int:
+    """The most bytes of copies where `free_bytes` are free and caches are not allocated yet; `auto` is what kv_bytes
+    leaves, or half."""
+    if options.deterministic or options.prefill_weights == "none":
+        return 0
+    room = int(free_bytes * (1 - STEP_SHARE)) - options.kv_bytes
+    if options.prefill_weights != "auto":
+        return max(0, min(room, int(float(options.prefill_weights) * (1 << 30))))
+    return max(0, room if options.kv_bytes else free_bytes // 2)
+
+
+def copy_experts(model: GptOssModel, options: EngineOptions) -> None:
+    """Makes the copies that `options` allow, on the model's GPU; nothing on a CPU."""
+    if model.device.type != "cuda":
+        return
+    torch.cuda.empty_cache()  # what loading took
+    free, _total = torch.cuda.mem_get_info()
+    began = time.monotonic()
+    most_tokens = options.resolved(model.device.type).step_tokens
+    layers, size = model.copy_experts(copies_bytes(options, free), most_tokens)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    log.info(
+        "FP8 copies of experts for steps of many tokens: %d of %d layers, %.1f of %.1f GiB that were free, in %.1f s",
+        layers, model.config.num_layers, size / (1 << 30), free / (1 << 30), time.monotonic() - began,
+    )  # fmt: skip

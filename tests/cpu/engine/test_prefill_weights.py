@@ -1,0 +1,36 @@
+"""FP8 copies of experts for steps of many tokens: how much memory they get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from gptoss_trt.runtime.engine.core import EngineLoadError
+from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.prefill_weights import copies_bytes
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("options", "gib"),
+    [
+        ({}, 50),
+        ({"kv_bytes": 20 * GIB}, 65),  # what the cache and steps leave
+        ({"kv_bytes": 90 * GIB}, 0),
+        ({"prefill_weights": "none"}, 0),
+        ({"prefill_weights": "2.5"}, 2.5),
+        ({"prefill_weights": "200"}, 85),
+        ({"prefill_weights": "30", "kv_bytes": 60 * GIB}, 25),
+        ({"deterministic": True}, 0),
+    ],
+)
+def test_memory_of_copies(options: dict[str, Any], gib: float) -> None:
+    assert copies_bytes(EngineOptions(**options), 100 * GIB) == int(gib * GIB)
+
+
+@pytest.mark.parametrize("given", ["some", "-1", "nan", ""])
+def test_impossible_memory_is_an_error(given: str) -> None:
+    with pytest.raises(EngineLoadError, match="engine option prefill_weights is"):
+        EngineOptions(prefill_weights=given)
