@@ -2,6 +2,7 @@
 
     python tests/perf/ops_moe.py --model gpt-oss-120b --batch 1 8 32 64 128
     python tests/perf/ops_moe.py --plan prefill --skew 1 --h-scale block128 --layer-gib 0.5 --batch 1024 8192
+    python tests/perf/ops_moe.py --plan prefill --storage fp8_tiles --layer-gib 0.5 --batch 1024 8192
 
 Weights of several layers (several GB) are multiplied in turn inside one CUDA graph, each launch with its own random
 routing, so L2 holds nothing that a launch needs. `share_of_bound` is counted bytes (experts in use, in the storage's
@@ -24,13 +25,13 @@ import torch
 from gptoss_trt.build_engine.spec import H_GROUPS
 from gptoss_trt.ops import library, weight_layout
 from gptoss_trt.ops.library import Plan, Storage
-from gptoss_trt.ops.moe_gemm_fp8 import Options, moe_down, moe_gate_up
+from gptoss_trt.ops.moe_gemm_fp8 import LAYOUT, TILES, Options, moe_down, moe_gate_up
 from gptoss_trt.reference import fp8_block
 
 HIDDEN, INTER, TOP_K = 2880, 2880, 4
 EXPERTS = {"gpt-oss-20b": 32, "gpt-oss-120b": 128}
 BANDWIDTH = 4.54e12  # bytes per second, the most that a kernel which only reads reached on an H200
-BYTES_PER_WEIGHT = {Storage.MXFP4: 4.25 / 8, Storage.FP8: 1.0 + 4 / (128 * 128)}
+BYTES_PER_WEIGHT = {Storage.MXFP4: 4.25 / 8} | dict.fromkeys((Storage.FP8, Storage.FP8_TILES), 1.0 + 4 / (128 * 128))
 MIN_LAUNCHES = 24
 MANY_TOKENS = 1024  # from here on a launch is long enough for few of them to tell
 
@@ -43,7 +44,15 @@ def random_packed(experts: int, n: int, k: int, storage: Storage) -> torch.Tenso
         return weight_layout.pack_mxfp4(blocks, scales)
     weight = (torch.randn(experts, n, k, device="cuda", dtype=torch.bfloat16) * 64).to(fp8_block.E4M3)
     scale = torch.full((experts, -(-n // 128), -(-k // 128)), 2.0**-12, device="cuda")
-    return weight_layout.pack_fp8(weight, scale)
+    pack = weight_layout.pack_tiles if storage is Storage.FP8_TILES else weight_layout.pack_fp8
+    return pack(weight, scale)
+
+
+def packed_bytes(n: int, k: int, storage: Storage) -> int:
+    """Of one expert."""
+    if storage is Storage.FP8_TILES:
+        return weight_layout.tiles_bytes(n, k)
+    return weight_layout.expert_bytes(n, k, storage is Storage.MXFP4)
 
 
 class Routing:
@@ -68,7 +77,8 @@ class Bench:
         self.model, self.product, self.storage = model, product, storage
         self.experts = EXPERTS[model]
         self.n, self.k = (2 * INTER, HIDDEN) if product == "gate_up" else (HIDDEN, INTER)
-        size = self.experts * weight_layout.expert_bytes(self.n, self.k, storage is Storage.MXFP4)
+        size = self.experts * packed_bytes(self.n, self.k, storage)
+        self.layout = TILES if storage is Storage.FP8_TILES else LAYOUT
         self.layers = [random_packed(self.experts, self.n, self.k, storage) for _ in range(-(-layer_bytes // size))]
         self.bias = torch.randn(self.experts, self.n, device="cuda").to(torch.bfloat16)
 
@@ -110,7 +120,7 @@ class Bench:
             def gate_up(packed: torch.Tensor, routing: Routing) -> None:
                 moe_gate_up(
                     x, x_scale, packed, none, self.bias, routing.offsets, none, routing.slots, TOP_K, 7.0, 1.702,
-                    "sm90_v1", group, h, scales, options,
+                    self.layout, group, h, scales, options,
                 )  # fmt: skip
 
             return gate_up
@@ -119,7 +129,7 @@ class Bench:
 
         def down(packed: torch.Tensor, routing: Routing) -> None:
             moe_down(
-                h, scales, packed, none, self.bias, weights, routing.offsets, none, routing.slots, "sm90_v1", group,
+                h, scales, packed, none, self.bias, weights, routing.offsets, none, routing.slots, self.layout, group,
                 out, options,
             )  # fmt: skip
 
@@ -130,7 +140,7 @@ class Bench:
     ) -> dict[str, Any]:
         distinct = statistics.mean(routing.distinct for routing in routings)
         counted = distinct * self.n * self.k * BYTES_PER_WEIGHT[self.storage]
-        packed = distinct * weight_layout.expert_bytes(self.n, self.k, self.storage is Storage.MXFP4)
+        packed = distinct * packed_bytes(self.n, self.k, self.storage)
         return {
             "op": f"moe_{self.product}",
             "model": self.model,
@@ -162,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", choices=list(EXPERTS), default=list(EXPERTS))
     parser.add_argument("--product", nargs="+", choices=["gate_up", "down"], default=["gate_up", "down"])
-    parser.add_argument("--storage", nargs="+", choices=["mxfp4", "fp8"], default=["mxfp4", "fp8"])
+    parser.add_argument("--storage", nargs="+", choices=["mxfp4", "fp8", "fp8_tiles"], default=["mxfp4", "fp8"])
     parser.add_argument("--batch", nargs="+", type=int, default=[1, 8, 32, 64, 128])
     parser.add_argument("--h-scale", nargs="+", choices=list(H_GROUPS), default=["static"])
     parser.add_argument("--plan", nargs="+", choices=["auto", "wgmma", "prefill"], default=["wgmma"])
