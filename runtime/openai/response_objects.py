@@ -66,7 +66,7 @@ class ResponseAnswer:
     def fail(self, error: RequestError) -> list[Json]:
         """The events of an answer that ends in an error."""
         self._status = "failed"
-        code = "rate_limit_exceeded" if error.status == 429 else "server_error"
+        code = {400: "invalid_prompt", 429: "rate_limit_exceeded"}.get(error.status, "server_error")
         self._error = {"code": code, "message": error.message}
         return [*self._close_item("incomplete"), self._event("response.failed", response=self.response())]
 

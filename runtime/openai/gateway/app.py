@@ -74,8 +74,10 @@ def _hear_of_losses(models: TritonModels, options: GatewayOptions) -> None:
         asyncio.get_running_loop().add_signal_handler(number, models.lose, names[route])
 
 
-async def _refuse(_request: Request, error: Exception) -> Response:
+async def _refuse(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError)
+    if error.status == HTTPStatus.SERVICE_UNAVAILABLE and request.url.path != "/ready":
+        request.app.state.readiness.doubt()
     return error_response(error)
 
 

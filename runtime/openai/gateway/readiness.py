@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import time
 from pathlib import Path
 
@@ -30,14 +31,18 @@ class Readiness:
         self._models = models
         self._options = options
         self._lock = asyncio.Lock()
-        self._alive_at = -FRESH_S
-        self._failed_at = -FRESH_S
+        self._alive_at = -math.inf
+        self._failed_at = -math.inf
         self._reason = "nothing has been asked yet"
         self._max_model_len = options.max_model_len
 
     def alive(self) -> None:
         """The engine has answered somebody."""
         self._alive_at = time.monotonic()
+
+    def doubt(self) -> None:
+        """Somebody was told that the engine cannot be had: the next look asks it, whoever was answered before."""
+        self._alive_at = -math.inf
 
     async def reason_against(self) -> str:
         """Why requests cannot be served; empty when they can."""

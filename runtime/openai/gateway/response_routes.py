@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -132,6 +133,8 @@ async def _chunks(request: Request, batches: AsyncIterator[list[bytes]], places:
                     note_usage(request, chunk["usage"])
                 yield chunk
     except RequestError as error:
+        if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+            request.app.state.readiness.doubt()
         raise in_response_terms(error, places) from error
 
 

@@ -12,6 +12,7 @@ import contextlib
 import json
 import time
 from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
 from typing import Any
 
 from starlette.requests import Request
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 
 from gptoss_trt.runtime.openai.errors import RequestError
 from gptoss_trt.runtime.openai.gateway.metrics import Metrics
+from gptoss_trt.runtime.openai.gateway.readiness import Readiness
 from gptoss_trt.runtime.openai.gateway.triton import Answer, error_of_text
 
 DONE = b"data: [DONE]\n\n"
@@ -38,6 +40,7 @@ class Exchange:
     def __init__(self, request: Request, answer: Answer) -> None:
         self.answer = answer
         self.metrics: Metrics = request.app.state.metrics
+        self.readiness: Readiness = request.app.state.readiness
         self.keep_alive_s: float = request.app.state.options.keep_alive_s
         self.gone = False
         self._receive = request.receive
@@ -136,6 +139,8 @@ class _EventStream(Response):
                 async for data in self._source:
                     await emit(data)
             except RequestError as error:
+                if error.status == HTTPStatus.SERVICE_UNAVAILABLE:
+                    self._exchange.readiness.doubt()
                 await emit(event_of(error.body()))
             if not self._exchange.gone:
                 self._exchange.answer.closed = True

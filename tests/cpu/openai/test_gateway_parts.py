@@ -26,6 +26,7 @@ from gptoss_trt.runtime.openai.gateway.options import (
     read_options,
 )
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, start_gateway
+from gptoss_trt.runtime.openai.gateway.readiness import Readiness
 from gptoss_trt.runtime.openai.gateway.store import ResponseStore
 
 
@@ -138,6 +139,45 @@ def test_a_defect_is_an_openai_error() -> None:
 
     answer = asyncio.run(ask())
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+class BrokenModels:
+    """Models over an engine that is not there."""
+
+    def ask(self, *_: Any, **__: Any) -> Any:
+        return self
+
+    async def batches(self) -> Any:
+        raise RequestError(503, None, "the engine is not available", "unavailable")
+        yield  # an asynchronous generator
+
+    async def is_ready(self, _model: str) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    closed = False
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_not_ready_once_a_client_was_told_so(stream: bool) -> None:
+    """However short ago a token came: the engine may have died since."""
+
+    async def ask() -> list[int]:
+        options = GatewayOptions()
+        app: Any = create_app(options)
+        state = app._app.state
+        state.models = BrokenModels()
+        state.readiness = Readiness(state.models, options)
+        state.readiness.alive()
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            before = await client.get("/ready")
+            answer = await client.post("/v1/chat/completions", json={"messages": [], "stream": stream})
+            return [before.status_code, answer.status_code, (await client.get("/ready")).status_code]
+
+    assert asyncio.run(ask()) == [200, 503, 503]
 
 
 def test_tls_with_workers_and_no_server_behind(tmp_path: Path) -> None:
