@@ -22,15 +22,18 @@ log = logging.getLogger(__name__)
 STEP_SHARE = 0.15  # of what is free, left to steps
 
 
-def copies_bytes(options: EngineOptions, free_bytes: int) -> int:
-    """The most bytes of copies where `free_bytes` are free and caches are not allocated yet; `auto` is what kv_bytes
-    leaves, or half."""
+def copies_bytes(options: EngineOptions, free_bytes: int, all_bytes: int) -> int:
+    """The most bytes of copies where `free_bytes` are free, caches are not allocated yet and copies of all layers take
+    `all_bytes`; `auto` is what kv_bytes leaves, or all layers where they take a quarter or less: else a cache is worth
+    more."""
     if options.deterministic or options.prefill_weights == "none":
         return 0
-    room = int(free_bytes * (1 - STEP_SHARE)) - options.kv_bytes
+    room = max(0, int(free_bytes * (1 - STEP_SHARE)) - options.kv_bytes)
     if options.prefill_weights != "auto":
-        return max(0, min(room, int(float(options.prefill_weights) * (1 << 30))))
-    return max(0, room if options.kv_bytes else free_bytes // 2)
+        return min(room, int(float(options.prefill_weights) * (1 << 30)))
+    if options.kv_bytes:
+        return room
+    return all_bytes if all_bytes <= free_bytes // 4 else 0
 
 
 def copy_experts(model: GptOssModel, options: EngineOptions) -> None:
@@ -41,7 +44,8 @@ def copy_experts(model: GptOssModel, options: EngineOptions) -> None:
     free, _total = torch.cuda.mem_get_info()
     began = time.monotonic()
     most_tokens = options.resolved(model.device.type).step_tokens
-    layers, size = model.copy_experts(copies_bytes(options, free), most_tokens)
+    most_bytes = copies_bytes(options, free, model.expert_copies_bytes(most_tokens))
+    layers, size = model.copy_experts(most_bytes, most_tokens)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     log.info(

@@ -60,6 +60,10 @@ class GptOssModel:
         allocate_kv."""
         return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
 
+    def expert_copies_bytes(self, most_tokens: int) -> int:
+        """Bytes of copy_experts of all layers."""
+        return sum(experts.prefill_bytes(most_tokens) for experts in self._experts)
+
     def copy_experts(self, most_bytes: int, most_tokens: int) -> tuple[int, int]:
         """Copies expert weights of as many layers as `most_bytes` hold, from the first on, to FP8 for steps of many
         tokens, of `most_tokens` at most: (layers, bytes). Comes before any graph is captured. (0, 0) where no step

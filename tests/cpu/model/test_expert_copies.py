@@ -32,6 +32,7 @@ def test_steps_of_many_tokens_read_the_copies(
     monkeypatch.setattr(layers, "PREFILL_ROWS", 8)
     model = load_model(engine)
     assert model.copy_experts(3999, 7) == (0, 0)  # no step would be long enough
+    assert model.expert_copies_bytes(150) == 2000 * model.config.num_layers and model.expert_copies_bytes(7) == 0
     assert model.copy_experts(3999, 150) == (1, 2000)
     with_copies = scheduler(model)
     assert torch.equal(with_copies.step({"a": ids}, rows="all"), usual)
