@@ -7,8 +7,8 @@ The dictionary that `EngineClient.stats()` returns:
 - `kv`: `full` and `window`, each max, free, used, tokens_per, reused (blocks; `reused` counts), fraction (used / max)
 - `inflight`: total_context_tokens (prompt tokens of the last step), generation_requests, paused_requests
 - `iteration_counter`, `timestamp_ns`, `micro_batch_id`, `memory` (cpu, gpu, pinned, in bytes)
-- `counters`: submitted, finished by reason, failed by code, prompt_tokens, cached_tokens, generated_tokens,
-  preemptions, draft_tokens, accepted_draft_tokens
+- `counters`: submitted, finished by reason, failed by code, prompt_tokens (at arrival), cached_tokens and
+  uncached_tokens (of prompts that began), generated_tokens, preemptions, draft_tokens, accepted_draft_tokens
 - `histograms`: time_to_first_token_s, time_between_tokens_s, queue_time_s, input_tokens, output_tokens; each
   `buckets` ([upper bound, cumulative count] ...), `sum`, `count`
 """
@@ -58,6 +58,7 @@ class Statistics:
         self._submitted = 0
         self._prompt_tokens = 0
         self._cached_tokens = 0
+        self._uncached_tokens = 0
         self._draft_tokens = 0
         self._accepted_draft_tokens = 0
         self._finished = {"stop": 0, "length": 0, "cancelled": 0}
@@ -73,10 +74,11 @@ class Statistics:
         self._prompt_tokens += prompt_tokens
         self._input.add(prompt_tokens)
 
-    def scheduled(self, waited_s: float, cached_tokens: int = 0) -> None:
+    def scheduled(self, waited_s: float, prompt_tokens: int, cached_tokens: int = 0) -> None:
         """A request's first sequence begins, `cached_tokens` of its prompt being known."""
         self._queue.add(waited_s)
         self._cached_tokens += cached_tokens
+        self._uncached_tokens += prompt_tokens - cached_tokens
 
     def first_token(self, since_arrival_s: float) -> None:
         self._first_token.add(since_arrival_s)
@@ -105,6 +107,7 @@ class Statistics:
                 "failed": dict(self._failed),
                 "prompt_tokens": self._prompt_tokens,
                 "cached_tokens": self._cached_tokens,
+                "uncached_tokens": self._uncached_tokens,
                 "generated_tokens": self.generated_tokens,
                 "preemptions": self.preemptions,
                 "draft_tokens": self._draft_tokens,

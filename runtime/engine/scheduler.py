@@ -276,7 +276,8 @@ class Scheduler:
             sequence.first_scheduled_ns = now_ns
             sequence.cached_tokens = min(sequence.computed, sequence.prompt_tokens)
             if sequence.index == 0:
-                self._statistics.scheduled((now_ns - request.arrival_ns) / 1e9, sequence.cached_tokens)
+                waited_s = (now_ns - request.arrival_ns) / 1e9
+                self._statistics.scheduled(waited_s, sequence.prompt_tokens, sequence.cached_tokens)
         sequence.paused = False
         sequence.rank = (self._waiting.effective_priority(request, now_ns), request.order, sequence.index)
         bisect.insort(self._running, sequence, key=lambda other: other.rank)

@@ -155,7 +155,8 @@ class ScriptedCore:
             self._active[request.key] = request
             self._used_blocks += request.blocks
             request.first_scheduled_ns = time.time_ns()
-            self._statistics.scheduled((request.first_scheduled_ns - request.arrival_ns) / 1e9)
+            waited_s = (request.first_scheduled_ns - request.arrival_ns) / 1e9
+            self._statistics.scheduled(waited_s, len(request.submit.token_ids))
 
     def _play(self, request: _Request) -> None:
         if request.wait_steps > 0:

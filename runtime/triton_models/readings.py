@@ -38,7 +38,7 @@ def readings(stats: Mapping[str, Any]) -> Readings:
         "nv_trt_llm_disaggregated_serving_metrics": {"kv_cache_transfer_ms": 0, "request_count": 0},
         "gptoss_trt_prefix_cache_tokens": {
             "cached": counters["cached_tokens"],
-            "computed": max(0, counters["prompt_tokens"] - counters["cached_tokens"]),
+            "computed": counters["uncached_tokens"],
         },
         "gptoss_trt_speculative_tokens": {
             "drafted": counters["draft_tokens"],

@@ -218,6 +218,7 @@ def test_statistics_say_what_the_metrics_page_needs() -> None:
     now = bench.core.stats()
     assert now["requests"] == {"active": 2, "max": 8, "scheduled": 1, "context": 1, "waiting": 1}
     assert now["inflight"] == {"total_context_tokens": 16, "generation_requests": 0, "paused_requests": 0}
+    assert (now["counters"]["prompt_tokens"], now["counters"]["uncached_tokens"]) == (41, 40)  # "b" waits
     full = now["kv"]["full"]
     assert full["used"] + full["free"] == full["max"] and full["tokens_per"] == 4 and full["used"] == 10
     assert full["fraction"] == pytest.approx(10 / full["max"]) and now["memory"]["cpu"] > 1 << 20
@@ -227,6 +228,7 @@ def test_statistics_say_what_the_metrics_page_needs() -> None:
     after = bench.core.stats()
     assert after["kv"]["full"]["reused"] == 9 and after["counters"]["cached_tokens"] == 36
     assert after["counters"]["generated_tokens"] == 61 and after["counters"]["prompt_tokens"] == 81
+    assert after["counters"]["uncached_tokens"] == 81 - 36
     lengths = after["histograms"]["output_tokens"]
     assert lengths["count"] == 3 and lengths["sum"] == 61 and lengths["buckets"][:2] == [[10.0, 1], [50.0, 3]]
     assert after["histograms"]["time_to_first_token_s"]["count"] == 3

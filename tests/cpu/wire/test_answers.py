@@ -164,6 +164,20 @@ def test_readings_cover_the_table() -> None:
     assert set(HISTOGRAM_SOURCES) == {family.name for family in METRICS.values() if family.kind == "histogram"}
 
 
+def test_a_prompt_that_waits_is_neither_cached_nor_computed() -> None:
+    """A counter that fell when a waiting prompt turned out to be cached would look like a new engine's."""
+    statistics, seen = Statistics(), []
+    levels = {"requests": {}, "kv": {"full": {}, "window": dict.fromkeys(("max", "free", "used"), 0)}, "inflight": {}}
+    for begin in (False, True, False, True):
+        if begin:
+            statistics.scheduled(0.1, 50, 48)
+        else:
+            statistics.submitted(50)
+        counted = readings({**levels, **statistics.as_dict()})
+        seen.append(tuple(counted["gptoss_trt_prefix_cache_tokens", source] for source in ("cached", "computed")))
+    assert seen == [(0, 0), (48, 2), (48, 2), (96, 4)]
+
+
 def test_page_buckets_are_bounds_of_the_engine_s_histograms() -> None:
     histograms = Statistics().as_dict()["histograms"]
     for family, source in HISTOGRAM_SOURCES.items():
