@@ -105,7 +105,8 @@ def test_one_launch_gives_what_the_layers_give(
     assert distance(expected_pools[1].flatten()[None], pools[1].flatten()[None]).item() < 1e-3
     apart = distance(expected, logits)
     print(f"distance of logits: {[f'{value:.1e}' for value in apart.tolist()]}")
-    assert apart.median().item() < 0.1
+    # Either way is 0.04 to 0.1 from an fp32 reference over four layers (NOTES, long texts), so two may be 0.14 apart.
+    assert apart.median().item() < 0.05 * layers
     assert apart.max().item() < 0.5
 
 
