@@ -38,7 +38,11 @@ class ClientBench:
         self._generator = torch.Generator().manual_seed(seed)
         self._sent = 0
         self._client = EngineClient(engine_dir, state_dir=state_dir, options=options, idle_timeout_s=1.0)
-        self._notes = {"measured_at": "client process", "run_ahead": options.run_ahead}
+        self._notes = {
+            "measured_at": "client process",
+            "run_ahead": options.run_ahead,
+            "prefill_weights": options.prefill_weights,
+        }
 
     def __enter__(self) -> ClientBench:
         self._client.wait_ready(READY_S)

@@ -23,8 +23,9 @@ bench() { # name, arguments...
   timeout "$left" python3 -m gptoss_trt bench "$@" --commit "$commit" 2>&1 | tee -a "$out/$name.log" | cut -c1-420
 }
 
-cells() { # model, dense, prompt lengths, batches: every cell at the client, then the graphs of those that decode
-  local common=(engine --model "gpt-oss-$1" --random --json --dense "$2") decode=(--decode "1024:$4" --decode "8192:$4")
+cells() { # model, dense, prompt lengths, batches, more: every cell at the client, then the graphs of those that decode
+  local common=(engine --model "gpt-oss-$1" --random --json --dense "$2" "${@:5}")
+  local decode=(--decode "1024:$4" --decode "8192:$4")
   bench "client-$1-$2" "${common[@]}" --at client --out "$out/client.jsonl" "${decode[@]}" --prefill "$3"
   bench "core-$1-$2" "${common[@]}" --quick --out "$out/core.jsonl" "${decode[@]}"
 }
@@ -40,7 +41,7 @@ for what in "$@"; do
     20b | 120b) cells "$what" bf16 1024,4096,8192,32768 1,8,32,64,128 ;;
     fp8)
       cells 20b fp8_block128 8192 1,64
-      cells 120b fp8_block128 8192 1,64
+      cells 120b fp8_block128 8192 1,64 --prefill-weights 50 # GiB: copies of 16 layers leave room for these caches
       ;;
     ops) bench ops ops --model gpt-oss-20b --batch 1,64 --prefill 1024,8192 --out "$out/ops.jsonl" ;;
     *) echo "unknown: $what" && exit 2 ;;
