@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
+import psutil
+
 from gptoss_trt.runtime.launch.server_binary import LaunchError
 from gptoss_trt.runtime.launch.stub_watch import StubWatch
 from gptoss_trt.runtime.launch.tritonserver import TritonServer
@@ -20,6 +22,10 @@ from gptoss_trt.runtime.openai.gateway.process import GatewayProcess
 
 POLL_S = 0.1
 GATEWAY_RESTART_S = 1.0
+# How long a draining server may take to unload its models when nobody is connected. 2.51 never unloads a model to which
+# a gRPC stream sent a tensor of the wrong type or shape last (the request is kept, nobody waits for it).
+LONELY_S = 10.0
+LOOK_S = 1.0  # between two looks at the machine's connections
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +123,31 @@ class Serving:
     def _drain(self, deadline: float) -> int:
         self.stop_gateway(deadline)
         self._process.send_signal(signal.SIGTERM)
+        looked_at = lonely_since = time.monotonic()
         while self._process.poll() is None and time.monotonic() < deadline and self._signals.count < 2:
             time.sleep(POLL_S)
+            if (now := time.monotonic()) - looked_at < LOOK_S:
+                continue
+            looked_at = now
+            if self._has_clients():
+                lonely_since = now
+            elif now - lonely_since > LONELY_S:
+                log.warning("tritonserver keeps a model though nobody is connected: ending it")
+                break
         if self._process.poll() is None:
             return self._server.stop(drain_s=0)
         self._server.clean()
         return 0
+
+    def _has_clients(self) -> bool:
+        """Whether somebody is connected to the server."""
+        ports = (self._server.http_port, self._server.grpc_port)
+        try:
+            connections = psutil.net_connections("tcp")
+        except (psutil.Error, OSError):
+            return True
+        return any(
+            one.pid == self._process.pid and one.status == psutil.CONN_ESTABLISHED and one.laddr.port in ports
+            for one in connections
+            if one.laddr
+        )

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import psutil
 import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import np_to_triton_dtype
 
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.launch.stub_watch import POLL_S, stubs_by_model
@@ -165,6 +168,26 @@ def test_what_outlasts_the_drain_is_cancelled(folder: Path) -> None:
     assert time.monotonic() - start < 12
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_a_refused_tensor_does_not_hold_up_the_drain(folder: Path) -> None:
+    """tritonserver 2.51 keeps a gRPC stream's request that it refused itself, and with it the model."""
+    serve = Serve(folder, "--drain-seconds", "90")
+    errors: list[Any] = []
+    client = grpcclient.InferenceServerClient(serve.announcement()["grpc"])
+    client.start_stream(lambda result, error: errors.append(error))
+    tensors = {"input_ids": np.int64, "input_lengths": np.int32, "request_output_len": np.int32}
+    inputs = []
+    for name, kind in tensors.items():
+        inputs.append(grpcclient.InferInput(name, [1, 1], np_to_triton_dtype(kind)))
+        inputs[-1].set_data_from_numpy(np.ones((1, 1), dtype=kind))
+    client.async_stream_infer("tensorrt_llm", inputs)
+    client.stop_stream()
+    client.close()
+    assert "INT64" in errors[0].message()
+    start = time.monotonic()
+    assert serve.end()[0] == 0
+    assert time.monotonic() - start < 30
 
 
 def test_a_second_signal_ends_at_once(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -187,6 +188,50 @@ def test_a_client_that_leaves_ends_its_generation(gateway: httpx.Client, triton:
             with pytest.raises(httpx.ReadTimeout):
                 leaving.post("/v1/chat/completions", json=body, timeout=0.5)
     words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=2.0)
+
+
+def test_a_stream_that_is_left_frees_its_blocks_within_100_ms(gateway: httpx.Client, triton: Any, words: Any) -> None:
+    """Through gateway and server, as the engine counts; the best of three, because the machine may be busy."""
+    body = chat(words.LONG_TEXT, stream=True, max_tokens=3000)
+    best = 9.0
+    for _ in range(3):
+        leaving = httpx.Client(base_url=gateway.base_url)
+        response = leaving.send(leaving.build_request("POST", "/v1/chat/completions", json=body), stream=True)
+        words.wait_until(lambda: triton.used_blocks() > 0)
+        response.close()
+        leaving.close()
+        best = min(best, words.wait_until(lambda: triton.used_blocks() == 0, period_s=0.002))
+        if best < 0.1:
+            break
+    assert best < 0.1
+
+
+def test_a_client_that_does_not_read_slows_nobody_and_loses_nothing(
+    gateway: httpx.Client, triton: Any, words: Any
+) -> None:
+    """Two megabytes for a client with a small window, which reads when its answer has long been made."""
+    body = json.dumps(chat(words.LONG_TEXT, stream=True, max_tokens=3000, logprobs=True, top_logprobs=5)).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect((gateway.base_url.host, gateway.base_url.port))
+        slow.sendall(head.encode() + body)
+        words.wait_until(lambda: triton.used_blocks() > 0)
+        start = time.monotonic()
+        for _ in range(5):
+            answer = gateway.post("/v1/chat/completions", json=chat(words.GREETING))
+            assert answer.json()["choices"][0]["message"]["content"] == words.CONTENT
+        assert time.monotonic() - start < 5 * 1.0, "an answer of 20 tokens takes 0.1 s"
+        words.wait_until(lambda: triton.used_blocks() == 0, timeout_s=60.0)
+        received = b""
+        while part := slow.recv(1 << 16):
+            received += part
+    events = [line for line in received.split(b"\n") if line.startswith(b"data: {")]
+    chunks = [json.loads(event.removeprefix(b"data: ")) for event in events]
+    assert received.rstrip().endswith(b"0") and b"data: [DONE]" in received
+    assert chunks[-1]["choices"][0]["finish_reason"] == "length"
+    text = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+    assert text == Tokenizer.load().decode([words.CYCLE[i % len(words.CYCLE)] for i in range(3000)])
 
 
 def test_silence_is_filled_with_comments(start: Callable[..., GatewayProcess], triton: Any, words: Any) -> None:
