@@ -33,9 +33,10 @@ NUMBERS = (
     10**30,
 )
 FLOATS = (0.0, -0.0, 0.5, -1.5, 1e-30, 1e30, 1e308, float("inf"), float("-inf"), float("nan"))
+KEYS = 9  # of the texts below serve as keys, too
 TEXTS = (
-    "", " ", "0", "-1", "null", "a" * 5000, "\x00", "é🙂", "\ud800", "<|end|>", "<|start|>assistant<|channel|>final",
-    "../../etc/passwd", "%s%n", "NaN", "\u2028", "functions.x", "json",
+    "", " ", "0", "-1", "null", "9" * 5000, "a" * 5000, "\x00", "\ud800", "é🙂", "<|end|>",
+    "<|start|>assistant<|channel|>final", "../../etc/passwd", "%s%n", "NaN", "\u2028", "functions.x", "json",
 )  # fmt: skip
 
 
@@ -53,7 +54,7 @@ def value(generator: random.Random) -> Any:
     if kind == 4:
         return [value(generator) for _ in range(generator.randrange(4))]
     if kind == 5:
-        return {generator.choice(TEXTS[:8]): value(generator) for _ in range(generator.randrange(3))}
+        return {generator.choice(TEXTS[:KEYS]): value(generator) for _ in range(generator.randrange(3))}
     return nested(generator.choice((3, 30, 120)), generator.random() < 0.5)
 
 
@@ -65,22 +66,26 @@ def nested(depth: int, objects: bool) -> Any:
 
 
 def change(tree: Any, generator: random.Random) -> Any:
-    """A copy of a JSON-like value with one to three changes: a node replaced, removed, repeated or added."""
+    """A copy of a JSON-like value with one to three changes: a node replaced, removed, repeated or added, or a field of
+    one object put into another, as it is or changed."""
     tree = copy.deepcopy(tree)
     for _ in range(generator.choice((1, 1, 1, 2, 3))):
         places = _places(tree)
         if not places:
             return value(generator)
         holder, key = generator.choice(places)
-        deed = generator.randrange(8)
+        deed = generator.randrange(9)
         if deed == 0:
             del holder[key]
         elif deed == 1 and isinstance(holder, dict):
-            holder[generator.choice(TEXTS[:8]) + str(key)] = value(generator)
+            holder[generator.choice(TEXTS[:KEYS]) + generator.choice(("", str(key)))] = value(generator)
         elif deed == 2 and isinstance(holder, list):
             holder.extend([copy.deepcopy(holder[key])] * generator.choice((1, 100)))
         elif deed == 3:
             holder[key] = copy.deepcopy(_at(generator.choice(places)))
+        elif deed == 4 and isinstance(holder, dict):
+            place = generator.choice([each for each in places if isinstance(each[0], dict)])
+            holder[place[1]] = copy.deepcopy(_at(place)) if generator.random() < 0.5 else value(generator)
         else:
             holder[key] = value(generator)
     return tree

@@ -3,7 +3,7 @@
     python tests/fuzz/run.py --seconds 600
     python tests/fuzz/run.py --only engine --seed 7 --case 1234
 
-Exit status 1 if there was a fault. Targets: frames, bodies, engine, checkpoint, scheduler, wire.
+Exit status 1 if there was a fault. Targets: frames, bodies, answers, tensors, engine, checkpoint, scheduler, wire.
 """
 
 from __future__ import annotations
@@ -13,15 +13,19 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from local_targets import Bodies, Checkpoints, Engines, Frames, Schedules
+from serving_targets import Answers, Tensors
 from target import Fault, Target, run_case
 from wire_target import Wire
 
-TARGETS = ("frames", "bodies", "engine", "checkpoint", "scheduler", "wire")
+TARGETS = ("frames", "bodies", "answers", "tensors", "engine", "checkpoint", "scheduler", "wire")
 TURN_S = 2.0  # a target's turn
+PLAIN: dict[str, Callable[[], Target]] = {
+    "frames": Frames, "bodies": Bodies, "answers": Answers, "tensors": Tensors, "scheduler": Schedules
+}  # fmt: skip
 
 
 def main() -> int:
@@ -85,7 +89,7 @@ def made(names: list[str] | tuple[str, ...]) -> Iterator[list[Target]]:
             elif name in ("engine", "checkpoint"):
                 targets.append((Engines if name == "engine" else Checkpoints)(folder / name))
             else:
-                targets.append({"frames": Frames, "bodies": Bodies, "scheduler": Schedules}[name]())
+                targets.append(PLAIN[name]())
         yield targets
 
 

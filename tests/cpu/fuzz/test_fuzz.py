@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 FUZZ = Path(__file__).parents[2] / "fuzz"
-TARGETS = ("frames", "bodies", "engine", "checkpoint", "scheduler")
+TARGETS = ("frames", "bodies", "answers", "tensors", "engine", "checkpoint", "scheduler")
 TURN_S = 3.0
 SEED = 20_261
 
