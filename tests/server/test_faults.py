@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
@@ -158,6 +159,36 @@ def test_reloading_while_clients_ask(own: Any) -> None:
         thread.join(15.0)
     assert good[0] > 0
     assert all(answers(own, model) for model in MODELS)
+
+
+def test_reloads_leave_nothing_behind(own: Any, words: Any) -> None:
+    """Processes, shared memory, KV blocks and the server's own memory are after five reloads what they were after one;
+    before each a stream is cancelled, and a tensor of a wrong type is sent, which 2.51 remembers with its model."""
+    server = psutil.Process(own.server.process.pid)
+
+    def reload() -> None:
+        call = own.open("tensorrt_llm", words.token_tensors(words.LONG, max_tokens=500, streaming=True))
+        call.next()
+        call.cancel()
+        tensors = words.token_tensors((21, 22))
+        assert "INT64" in own.refusal("tensorrt_llm", {**tensors, "input_ids": np.array([[1, 2]])}).message()
+        own.server.control("tensorrt_llm", "unload", timeout_s=20.0)
+        own.server.control("tensorrt_llm", "load", timeout_s=20.0)
+        assert answers(own, "tensorrt_llm")
+
+    def held() -> tuple[int, int, int, int]:
+        stubs = sum(len(each) for each in stubs_by_model(server.pid).values())
+        regions = len(list(Path("/dev/shm").glob(f"{own.server._shm_prefix}*")))
+        return stubs, regions, len(engines(own)), own.used_blocks()
+
+    before = held()
+    assert before[0] == len(MODELS)
+    reload()
+    resident = server.memory_info().rss
+    for _ in range(4):
+        reload()
+    words.wait_until(lambda: held() == before, timeout_s=30.0, period_s=0.2)
+    assert server.memory_info().rss - resident < 32 << 20
 
 
 def test_a_server_that_stops_lets_its_streams_finish(launch: Callable[..., Any], words: Any) -> None:
