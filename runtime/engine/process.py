@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import fcntl
 import gc
-import json
 import logging
 import os
 import signal
@@ -18,7 +17,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gptoss_trt.runtime.engine.core import EngineCore
 from gptoss_trt.runtime.engine.location import EngineHome
@@ -26,6 +24,7 @@ from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import SCRIPT_NAME, ScriptedEngine
 from gptoss_trt.runtime.engine.server import EngineServer
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.json_log import log_as_json
 
 log = logging.getLogger("gptoss_trt.engine")
 
@@ -35,22 +34,6 @@ IDLE_TIMEOUT_S = 5.0
 STEP_TIMEOUT_S = 120.0
 # The loop and the server share one interpreter lock: a thread that wants it waits this long at most, less than a step.
 SWITCH_INTERVAL_S = 0.0005
-
-
-class _JsonLines(logging.Formatter):
-    """One JSON object a line: time, level, logger, message, and the traceback if there is one."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "pid": record.process,
-            "message": record.getMessage(),
-        }
-        if record.exc_info:
-            line["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(line)
 
 
 def core_loader(engine_dir: Path, options: Path) -> Callable[[], EngineCore]:
@@ -101,9 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # OpenMP threads that spin while a sibling is preempted made steps 25 times slower on a busy machine of 2 cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_JsonLines())
-    logging.basicConfig(level=settings.read("GPTOSS_TRT_LOG_LEVEL"), handlers=[handler])
+    log_as_json()
     home = EngineHome(chosen.home)
     life = os.open(home.life_lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

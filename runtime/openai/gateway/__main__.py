@@ -7,7 +7,6 @@ printed, and a port that is taken ends the start with a message. Must not know r
 from __future__ import annotations
 
 import dataclasses
-import logging
 import signal
 import socket
 import sys
@@ -15,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.json_log import log_as_json
 from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.options import (
     LOST_SIGNALS,
@@ -35,8 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = read_options(arguments)
     for number in LOST_SIGNALS.values():
         signal.signal(number, signal.SIG_IGN)  # until there are requests that could be lost
-    level = settings.read("GPTOSS_TRT_LOG_LEVEL")
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    log_as_json()
     try:
         check_files(options)
         listener = _bind(options)

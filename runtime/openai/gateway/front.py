@@ -74,7 +74,7 @@ class Front:
             scope.setdefault("state", {})["request_id"] = request_id
             await (self._app if refusal is None else refusal)(scope, receive, send_with_id)
         except Exception:
-            log.exception("request %s failed", request_id)
+            log.exception("request failed", extra={"fields": {"request_id": request_id}})
             if began:
                 raise
             await error_response(RequestError(500, None, "the gateway failed; its log says why", "internal"))(
@@ -82,7 +82,12 @@ class Front:
             )
         finally:
             self._metrics.in_flight -= 1
-            self._metrics.request_ended(_route_of(scope), status, time.monotonic() - start)
+            route, seconds = _route_of(scope), time.monotonic() - start
+            self._metrics.request_ended(route, status, seconds)
+            level = logging.INFO if status >= 500 and scope["path"] not in OPEN_PATHS else logging.DEBUG
+            if log.isEnabledFor(level):
+                told = {"request_id": request_id, "route": route, "status": status, "seconds": round(seconds, 4)}
+                log.log(level, "request ended", extra={"fields": told})
 
     def _refusal(self, scope: Scope, headers: Headers) -> Response | None:
         if scope["path"] in OPEN_PATHS or scope["method"] == "OPTIONS":

@@ -18,6 +18,7 @@ from multiprocessing.context import SpawnProcess
 
 import uvicorn
 
+from gptoss_trt.runtime.launch.json_log import log_as_json
 from gptoss_trt.runtime.openai.gateway.app import create_app
 from gptoss_trt.runtime.openai.gateway.options import LOST_SIGNALS, GatewayOptions
 
@@ -84,6 +85,7 @@ def _start(options: GatewayOptions, listener: socket.socket) -> SpawnProcess:
 def _work(options: GatewayOptions, listener: socket.socket, parent: int) -> None:
     for number in LOST_SIGNALS.values():
         signal.signal(number, signal.SIG_IGN)  # the application takes them when it starts
+    log_as_json()  # a spawned process has no logging of its parent's
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     serve(options, listener)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
 import ssl
 import subprocess
 from dataclasses import fields
@@ -12,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gptoss_trt.runtime.launch.json_log import JsonLines
 from gptoss_trt.runtime.openai import RequestError
 from gptoss_trt.runtime.openai.gateway import __main__ as entry
 from gptoss_trt.runtime.openai.gateway.app import create_app
@@ -139,6 +142,28 @@ def test_a_defect_is_an_openai_error() -> None:
 
     answer = asyncio.run(ask())
     assert (answer.status_code, answer.json()["error"]["type"]) == (500, "server_error")
+
+
+def test_a_request_s_end_is_logged_by_its_id_and_nothing_of_its_body(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.handler.setFormatter(JsonLines())
+    caplog.set_level(logging.DEBUG, "gptoss_trt.runtime.openai.gateway.front")
+
+    async def ask() -> None:
+        transport = httpx.ASGITransport(create_app(GatewayOptions()), raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            await client.get("/health", headers={"x-request-id": "well"})
+            body = {"messages": [{"role": "user", "content": "Zanzibar"}], "Zanzibar": 1}
+            await client.post("/v1/chat/completions", json=body, headers={"x-request-id": "broken"})
+
+    asyncio.run(ask())
+    lines = [json.loads(line) for line in caplog.text.splitlines()]
+    ends = {line["request_id"]: line for line in lines if line["message"] == "request ended"}
+    assert (ends["well"]["route"], ends["well"]["status"], ends["well"]["level"]) == ("/health", 200, "debug")
+    assert (ends["broken"]["route"], ends["broken"]["level"]) == ("/v1/chat/completions", "info")
+    assert ends["broken"]["seconds"] >= 0
+    (failed,) = (line for line in lines if line["message"] == "request failed")
+    assert failed["request_id"] == "broken" and "AttributeError" in failed["traceback"]
+    assert "Zanzibar" not in caplog.text
 
 
 class BrokenModels:
