@@ -22,9 +22,11 @@ from gptoss_trt.build_engine.builder import BuildOptions, BuildResult, build_eng
 from gptoss_trt.build_engine.names import LAYOUTS
 from gptoss_trt.build_engine.safetensors_file import CheckpointError
 from gptoss_trt.build_engine.spec import PARALLEL_SIZES, Dense, Experts, HScale, Kv, ParallelMapping, SpecError
+from gptoss_trt.ops import plan
 from gptoss_trt.reference.mxfp4 import FormatError
 
 _SIZES = ", ".join(map(str, PARALLEL_SIZES))
+MOST_TUNED_TOKENS = 8192
 _HELP = {"help_option_names": ["-h", "--help"]}
 
 
@@ -50,20 +52,34 @@ def _progress_bar(text: str, quiet: bool) -> Iterator[Callable[[int, int], None]
         yield update
 
 
+def _read_tokens(_context: click.Context, _option: click.Parameter, text: str | None) -> tuple[int, ...]:
+    """1,64 -> (1, 64)."""
+    parts = text.split(",") if text else []
+    if not all(part.isdigit() and 1 <= int(part) <= MOST_TUNED_TOKENS for part in parts):
+        raise click.BadParameter(f"{text!r} is not a list of numbers from 1 to {MOST_TUNED_TOKENS}, such as 1,64")
+    return tuple(map(int, parts))
+
+
 BUILD_EPILOG = """\b
 Examples:
   gptoss-trt build gpt-oss-20b/ --out engine/
   gptoss-trt build gpt-oss-120b/ --out engine/ --dense fp8_block128
   gptoss-trt build my-finetune-bf16/ --out engine/ --experts mxfp4 --force
+  gptoss-trt build engine/ --tune
 
 CHECKPOINT is a folder with config.json and safetensors in any of these layouts: OpenAI's original/, Hugging Face with
-MXFP4 experts, Hugging Face in BF16, an nvidia-modelopt FP8 export.
+MXFP4 experts, Hugging Face in BF16, an nvidia-modelopt FP8 export. With --tune and without --out it is an engine that
+was built before.
+
+--tune times the kernels and tiles that the engine's shapes may take on this GPU, and writes the fastest to plan.json in
+the engine; within 2% the shipped choice stays. The runtime follows that file on a GPU of the same name, before the plan
+that is shipped for it. A plan changes which rounding a result has, as another number of tokens does.
 """
 
 
 @click.command(epilog=BUILD_EPILOG, context_settings=_HELP)
 @click.argument("checkpoint", type=click.Path(exists=True, file_okay=False, path_type=Path))
-@click.option("--out", required=True, type=click.Path(path_type=Path), help="Engine directory to write.")
+@click.option("--out", type=click.Path(path_type=Path), help="Engine directory to write.")
 @click.option(
     "--experts",
     type=click.Choice(get_args(Experts)),
@@ -81,15 +97,37 @@ MXFP4 experts, Hugging Face in BF16, an nvidia-modelopt FP8 export.
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads, one weight each. Default: processors, at most 8.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
-def build(
-    checkpoint: Path, out: Path, experts: Experts | None, dense: Dense, kv: Kv, h_scale: HScale,
-    tp: int, ep: int, dp: int, workers: int | None, force: bool, as_json: bool,
-) -> None:  # fmt: skip
+@click.option("--tune", is_flag=True, help="Measure a plan of kernels for the engine on this GPU.")
+@click.option("--tune-op", multiple=True, type=click.Choice(list(plan.OPS)), help="Only this op (repeatable).")
+@click.option("--tune-tokens", callback=_read_tokens, help="Numbers of tokens, as 1,64. Default: 1, 2, 4 to 8192.")
+def build(**given: Any) -> None:
     """Build an engine directory from CHECKPOINT.
 
     Reads weight by weight with bounded memory, converts, cuts for every rank, and gives the engine its name only when
     it is whole. Says block by block whether the FP8 weights equal the checkpoint's.
     """
+    tune, ops, tokens = (given.pop(name) for name in ("tune", "tune_op", "tune_tokens"))
+    if not tune and (ops or tokens):
+        raise click.UsageError("--tune-op and --tune-tokens belong to --tune")
+    checkpoint, out = given["checkpoint"], given["out"]
+    if tune:
+        _check_gpu()
+    if out is not None:
+        _build(**given)
+    elif not tune:
+        raise click.UsageError("Missing option '--out'.")
+    elif not inspection.is_engine(checkpoint):
+        raise click.UsageError(f"{checkpoint} is a checkpoint: --out names the engine to build and tune")
+    elif given["as_json"]:
+        raise click.UsageError("--json belongs to building; the plan file is JSON")
+    if tune:
+        _tune(checkpoint if out is None else out, ops, tokens, to_errors=given["as_json"])
+
+
+def _build(
+    checkpoint: Path, out: Path, experts: Experts | None, dense: Dense, kv: Kv, h_scale: HScale,
+    tp: int, ep: int, dp: int, workers: int | None, force: bool, as_json: bool,
+) -> None:  # fmt: skip
     try:
         mapping = ParallelMapping(tp=tp, ep=ep, dp=dp)
     except SpecError as error:
@@ -100,6 +138,32 @@ def build(
     with _failures(), _progress_bar("build", as_json) as progress:
         result = build_engine(checkpoint, out, options, progress)
     click.echo(json.dumps(_result_json(out, result), indent=1) if as_json else "\n".join(_result_text(out, result)))
+
+
+def _check_gpu() -> None:
+    """Ahead of a build, which may take long."""
+    from gptoss_trt.build_engine.tune import TuneError, require_gpu
+
+    try:
+        require_gpu()
+    except TuneError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _tune(engine_dir: Path, ops: tuple[str, ...], tokens: tuple[int, ...], *, to_errors: bool) -> None:
+    """Measures and writes; a line for each op, shape and number of tokens as it comes."""
+    from gptoss_trt.build_engine import tune
+
+    click.echo("us by op, shape and tokens; * chosen, - refused or another result", err=to_errors)
+    try:
+        with _failures():
+            path = tune.tune_engine(
+                engine_dir, lambda row: click.echo(str(row), err=to_errors), ops=ops or tuple(plan.OPS),
+                tokens=tokens or tune.TOKENS,
+            )  # fmt: skip
+    except (tune.TuneError, plan.PlanError) as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(f"{path}: written", err=to_errors)
 
 
 def _result_json(out: Path, result: BuildResult) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from gptoss_trt.build_engine.spec import (
     rank_file,
     rank_share,
 )
+from gptoss_trt.ops import plan
 from gptoss_trt.reference import fp8_block, mxfp4
 from gptoss_trt.reference.mxfp4 import FormatError
 
@@ -47,7 +48,8 @@ def describe(path: Path) -> dict[str, Any]:
     if is_engine(path):
         manifest = Manifest.read(path)
         size = sum(entry.bytes for entry in manifest.files.values())
-        return {"kind": "engine", "path": str(path), "bytes": size} | dataclasses.asdict(manifest)
+        head = {"kind": "engine", "path": str(path), "bytes": size, "plan": _plan_text(path)}
+        return head | dataclasses.asdict(manifest)
     checkpoint = open_checkpoint(path)
     return {
         "kind": "checkpoint",
@@ -63,6 +65,18 @@ def describe(path: Path) -> dict[str, Any]:
     }
 
 
+def _plan_text(path: Path) -> str:
+    """Which kernels the engine wants. Raises CheckpointError for a plan file that is not one."""
+    file = path / plan.FILE
+    if not file.is_file():
+        return "none of its own: the one shipped for the GPU, or the built-in rule"
+    try:
+        own = plan.Plan.read(file)
+    except plan.PlanError as error:
+        raise CheckpointError(str(error)) from error
+    return f"{file.name}, tuned on {own.gpu}: " + ", ".join(f"{op} {len(shapes)}" for op, shapes in own.ops.items())
+
+
 def verify(path: Path, progress: Progress | None = None) -> list[str]:
     """Problems found by reading everything; [] when there are none.
 
@@ -75,6 +89,10 @@ def verify(path: Path, progress: Progress | None = None) -> list[str]:
 def _verify_engine(path: Path, progress: Progress | None) -> list[str]:
     manifest = Manifest.read(path)
     problems: list[str] = []
+    try:
+        _plan_text(path)
+    except CheckpointError as error:
+        problems.append(str(error))
     total, done = sum(entry.bytes for entry in manifest.files.values()), 0
     for name, entry in sorted(manifest.files.items()):
         file = path / name
@@ -90,8 +108,8 @@ def _verify_engine(path: Path, progress: Progress | None) -> list[str]:
     if RANDOM_SEED in manifest.provenance and not manifest.files:
         return problems  # nothing but the manifest says what it is
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    extra = on_disk - set(manifest.files) - {MANIFEST_NAME}
-    problems += [f"{name}: not in the manifest" for name in sorted(extra) if not name.startswith("tune/")]
+    extra = on_disk - set(manifest.files) - {MANIFEST_NAME, plan.FILE}
+    problems += [f"{name}: not in the manifest" for name in sorted(extra)]
     for rank in range(manifest.mapping.world):
         problems += _verify_tensors(path / rank_file(rank), manifest, rank)
     return problems

@@ -26,6 +26,7 @@ from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.bench.cells import FULL, QUICK, STEP_TOKENS, Bench, Effort
 from gptoss_trt.runtime.bench.client_cells import ClientBench
 from gptoss_trt.runtime.bench.record import Cell, Setting, card_name, line, record, source_commit
+from gptoss_trt.runtime.engine.kernel_plan import use_plan
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.prefill_weights import copy_experts
 from gptoss_trt.runtime.model.graphed import GraphedModel
@@ -161,6 +162,7 @@ def engine(**given: Any) -> None:
 @contextlib.contextmanager
 def _core_bench(options: Options, effort: Effort, where: torch.device) -> Iterator[tuple[Bench, str, Formats]]:
     """The engine core in this process: a bench, the name that records give the model, its formats."""
+    use_plan(options.engine_dir, where.type)
     weights, name = _weights(options, where)
     formats = _as_run(weights.manifest.formats, where)
     loaded = GptOssModel(weights, where)

@@ -18,11 +18,12 @@ import torch
 from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
 from gptoss_trt.ops import dispatch
+from gptoss_trt.ops.gpu_clock import graph_seconds
 from gptoss_trt.runtime.bench.bound import H200
-from gptoss_trt.runtime.bench.gpu_clock import median_ms
 from gptoss_trt.runtime.bench.op_cases import Case, Cases
 from gptoss_trt.runtime.bench.record import card_name, source_commit
 from gptoss_trt.runtime.bench_engine import read_counts, write_line
+from gptoss_trt.runtime.engine.kernel_plan import use_plan
 
 DECODE_OPS = (
     "embedding", "rmsnorm_quant", "dense", "kv_slots", "rope_kv_append", "attention_decode", "moe_route",
@@ -62,6 +63,7 @@ def ops(**given: Any) -> None:
         if op not in known:
             raise click.UsageError(f"no case for operator {op!r}; there are: {', '.join(known)}")
     device = torch.device(given["device"] or ("cuda" if torch.cuda.is_available() else "cpu"))
+    use_plan(None, device.type)
     formats = Formats(given["experts"], given["dense"], "bf16", given["h_scale"])
     cases = Cases(model_config(given["model"]), formats, device, COPY_BYTES if device.type == "cuda" else 0)
     shared = {"card": card_name(device), "commit": given["commit"] or source_commit(), "model": given["model"]}
@@ -104,17 +106,7 @@ def _record(case: Case, tokens: int, decode: bool, device: torch.device) -> dict
 
 def _on_gpu(case: Case, device: torch.device) -> float:
     """Median seconds of a call over replays of a graph of at least CALLS calls."""
-    calls = max(CALLS, case.copies)
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        case.call(0)
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(calls):
-            case.call(i % case.copies)
-    return median_ms(device, graph.replay, REPEATS) / 1e3 / calls
+    return graph_seconds(device, case.call, case.copies, max(CALLS, case.copies), REPEATS)
 
 
 def _on_cpu(case: Case) -> float:

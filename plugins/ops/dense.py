@@ -1,30 +1,34 @@
 """dense and dense_fp8 on libgptoss_trt.so: few tokens of both, any number of FP8; the rest goes to cuBLAS and Triton.
 
-Invariant: which of them runs depends on shapes alone, so a captured graph fixes it. For one choice a token's result
-does not depend on the others; another number of tokens may have another choice, which rounds otherwise. Must not know
-layers.
+Invariant: which of them runs depends on shapes and the plan (plan.py) alone, so a captured graph fixes it. For one
+choice a token's result does not depend on the others; another number of tokens may have another choice, which rounds
+otherwise. Must not know layers.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 
-from gptoss_trt.ops import library
+from gptoss_trt.ops import library, plan
 from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, DenseFp8Args, OutDtype
 from gptoss_trt.triton_kernels import dense as triton_dense
 from gptoss_trt.triton_kernels.act_quant import quantised
 
+# The built-in rule, where no plan names the shape.
 # Measured on an H200: at 16 tokens cuBLAS takes 10.2 us for qkv and the kernel 13.3; in FP8 tiles take 7.4 to 7.7 us at
 # 1 to 16 tokens and the kernel 7.4, 9.0 and 11.3 at 1, 8 and 16.
 MOST_TOKENS = {DenseFormat.BF16: 8, DenseFormat.FP8: 4}
+LIBRARY_TOKENS = 16  # the most that dense_few takes
 MOST_COLUMNS = 4096
 COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
 MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here (FP8: tiles 151 us)
 SEGMENT_ROWS = 8
 TILE_COLUMNS = 16  # dense_fp8 of the library: K is a multiple of them
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
+_OPS = {DenseFormat.BF16: "dense", DenseFormat.FP8: "dense_fp8"}  # of a plan
 
 
 @dataclass(frozen=True)
@@ -39,15 +43,34 @@ CHOSEN = Tiles()
 
 
 def takes(dense_format: DenseFormat, x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
-    """Whether the library's kernel takes the product of x [T, K] and weight [N, K]."""
+    """Whether the product of x [T, K] and weight [N, K] goes to the library's kernel for few tokens."""
     tokens, columns = x.shape
-    return (
-        0 < tokens <= MOST_TOKENS[dense_format]
+    fits = (
+        0 < tokens <= LIBRARY_TOKENS
         and columns <= MOST_COLUMNS
         and columns % COLUMNS[dense_format] == 0
-        and len(weight) <= MOST_ROWS
         and all(rows % SEGMENT_ROWS == 0 for rows in segments[:2])
     )
+    if not fits:
+        return False
+    choices = plan.choices(_OPS[dense_format], (len(weight), columns))
+    if choices is not None:
+        return choices.at(tokens) == "few"
+    return tokens <= MOST_TOKENS[dense_format] and len(weight) <= MOST_ROWS
+
+
+def tiles_for(tokens: int, rows: int, columns: int) -> Tiles:
+    """How dense_fp8 cuts a product of x [tokens, columns] and weight [rows, columns] that tiles take."""
+    choices = plan.choices("dense_fp8", (rows, columns))
+    return CHOSEN if choices is None else _tiles_of(choices.at(tokens))
+
+
+@functools.cache
+def _tiles_of(choice: str) -> Tiles:
+    if "/" not in choice:  # the library's own; `few` of a call that dense_few does not take
+        return CHOSEN
+    tokens, parts = choice.split("/")
+    return Tiles(int(tokens), int(parts))
 
 
 def dense(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
@@ -73,7 +96,8 @@ def dense_fp8(
     elif takes(DenseFormat.FP8, x, weight, segments):
         _launch(DenseFormat.FP8, x, x_scale, weight, weight_scale, segments, bias, out)
     else:
-        dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, CHOSEN)
+        tiles = tiles_for(x.shape[0], *weight.shape)
+        dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, tiles)
 
 
 def act_dense_fp8(

@@ -1,7 +1,8 @@
 """moe_gate_up and moe_down on Hopper: torch tensors to calls of libgptoss_trt.so (layout sm90_v1).
 
 Invariant: a call allocates nothing after its first of a kind (workspaces are kept by stream, shape and plan), so it can
-be captured in a CUDA graph once it has run eagerly. Must not know layers or engines.
+be captured in a CUDA graph once it has run eagerly. A call without options of its own follows the plan (plan.py). Must
+not know layers or engines.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gptoss_trt.ops import library
+from gptoss_trt.ops import library, plan
 from gptoss_trt.ops.library import MoeGemmArgs, OutDtype, Plan, Product, ScaleMode, Storage
 from gptoss_trt.ops.weight_layout import LayoutError, expert_bytes, tiles_bytes
 
@@ -18,6 +19,8 @@ LAYOUT = "sm90_v1"
 TILES = "sm90_tiles_v1"  # FP8, of calls with many rows an expert
 PACKED = (Storage.MXFP4, Storage.FP8)  # in LAYOUT
 _SCALE_MODES = {0: ScaleMode.STATIC, 128: ScaleMode.BLOCK128, 64: ScaleMode.BLOCK64}
+# Of a plan file; FP8 tiles lie in a copy that the caller chooses, or there is none.
+_PLANS = {"auto": Plan.AUTO, "decode": Plan.WGMMA, "prefill": Plan.PREFILL, "tiles": Plan.PREFILL}
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
 
 
@@ -148,9 +151,13 @@ def _shape(
         raise LayoutError(f"the CUDA expert product reads layout {LAYOUT} or {TILES}, not {layout!r}")
     top_k, n, k, tokens = sizes
     most = 1 << max(0, tokens - 1).bit_length()  # few sizes of workspace, whatever the batch
-    fixed = replace(options, flags=0)  # flags do not change a workspace
     storage = storage_of(weight, n, k) if layout == LAYOUT else _tiles_of(weight, n, k)
     experts = weight.shape[0]
+    fixed = replace(options, flags=0)  # flags do not change a workspace
+    if options is DEFAULT and layout == LAYOUT:
+        widths = (k, n // 2) if product is Product.GATE_UP else (n, k)  # hidden, intermediate
+        choices = plan.choices("experts", (storage.name.lower(), experts, *widths))
+        fixed = fixed if choices is None else Options(_PLANS[choices.at(tokens)])
     return _Shape(product, storage, _SCALE_MODES[group], out_dtype, experts, top_k, n, k, most, fixed)
 
 

@@ -1,7 +1,8 @@
 """rmsnorm_route on libgptoss_trt.so: steps of decode in one kernel, prompts with cuBLAS's product and the library's
 norm and sorting; what the library does not take goes to Triton.
 
-Invariant: which of them runs depends on shapes alone, so a captured graph fixes it. Must not know layers.
+Invariant: which of them runs depends on shapes and the plan (plan.py) alone, so a captured graph fixes it. Must not
+know layers.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from collections.abc import Callable
 
 import torch
 
-from gptoss_trt.ops import library
+from gptoss_trt.ops import library, plan
 from gptoss_trt.ops import rmsnorm_quant as library_norm
 from gptoss_trt.ops.library import RmsnormRouteArgs, RouteRowsArgs
 from gptoss_trt.triton_kernels import moe_route as triton_choice
 from gptoss_trt.triton_kernels import rmsnorm_route as triton_route
 
+# The built-in rule, where no plan names the shape.
 # Measured on an H200: at 8 tokens Triton takes 5.8 us for 32 experts and 9.3 for 128, the library 5.7 and 7.2; at one
 # Triton takes 3.
 LEAST_TOKENS = 8
@@ -31,15 +33,22 @@ TOP_K = 4
 _tickets: dict[tuple[torch.device, int], torch.Tensor] = {}
 
 
-def takes(tokens: int, hidden: int, experts: int, top_k: int) -> bool:
-    """Whether the library has a part in a call."""
-    fits = library_norm.takes(hidden) and TOP_K <= experts <= MOST_EXPERTS and top_k == TOP_K
-    return fits and LEAST_TOKENS <= tokens <= MOST_TOKENS
+def fits(tokens: int, hidden: int, experts: int, top_k: int) -> bool:
+    """Whether the library can have a part in a call."""
+    sizes = library_norm.takes(hidden) and TOP_K <= experts <= MOST_EXPERTS and top_k == TOP_K
+    return sizes and 0 < tokens <= MOST_TOKENS
 
 
-def few(tokens: int, experts: int) -> bool:
-    """Whether one kernel does all of a call that the library takes."""
-    return tokens <= next(most for up_to, most in MOST_FEW_TOKENS if experts <= up_to)
+def kernels_for(tokens: int, hidden: int, experts: int, top_k: int) -> str:
+    """`triton`, `cluster` (one kernel of the library) or `pieces` (several, and cuBLAS)."""
+    if not fits(tokens, hidden, experts, top_k):
+        return "triton"
+    choices = plan.choices("rmsnorm_route", (experts, hidden))
+    if choices is not None:
+        return choices.at(tokens)
+    if tokens < LEAST_TOKENS:
+        return "triton"
+    return "cluster" if tokens <= next(most for up_to, most in MOST_FEW_TOKENS if experts <= up_to) else "pieces"
 
 
 def rmsnorm_route(
@@ -59,10 +68,7 @@ def rmsnorm_route(
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream. For many tokens allocates the norm and the
     logits. Raises LibraryError when a call fails."""
-    run: Callable[..., None] = triton_route.rmsnorm_route
-    (tokens, hidden), experts = residual.shape, len(router)
-    if takes(tokens, hidden, experts, routed[0].shape[1]):
-        run = rmsnorm_route_few if few(tokens, experts) else rmsnorm_route_many
+    run = _KERNELS[kernels_for(len(residual), residual.shape[1], len(router), routed[0].shape[1])]
     run(
         residual, delta, weight, eps, router, router_bias, token_count, first_expert, num_local_experts, updated,
         quantised, scales, *routed,
@@ -139,6 +145,13 @@ def rmsnorm_route_many(
     torch.mm(normed, router.T, out_dtype=torch.float32, out=logits)
     triton_choice.choose(logits[None], router_bias, token_count, expert_ids, expert_weights)
     sort_rows(expert_ids, first_expert, num_local_experts, *rows)
+
+
+_KERNELS: dict[str, Callable[..., None]] = {
+    "triton": triton_route.rmsnorm_route,
+    "cluster": rmsnorm_route_few,
+    "pieces": rmsnorm_route_many,
+}
 
 
 def sort_rows(

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from gptoss_trt.build_engine.spec import Formats, ModelConfig
+from gptoss_trt.ops.gpu_clock import median_ms
 from gptoss_trt.runtime.bench.bound import decode_seconds, prefill_seconds
-from gptoss_trt.runtime.bench.gpu_clock import median_ms
 from gptoss_trt.runtime.bench.observe import mean_distinct_experts
 from gptoss_trt.runtime.bench.record import Cell
 from gptoss_trt.runtime.engine.cache_size import CacheShape

@@ -18,11 +18,13 @@ import psutil
 import torch
 
 from gptoss_trt.ops import dispatch
+from gptoss_trt.ops.plan import PlanError
 from gptoss_trt.runtime.engine.cache_size import CacheShape
 from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError, RequestKey
 from gptoss_trt.runtime.engine.guides import GuideCompiler, GuideError, GuideMatcher
 from gptoss_trt.runtime.engine.guides_core import GuidedCore
 from gptoss_trt.runtime.engine.guides_llguidance import LlguidanceCompiler
+from gptoss_trt.runtime.engine.kernel_plan import use_plan
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import Event, Submit
 from gptoss_trt.runtime.engine.metrics import Statistics
@@ -162,7 +164,7 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     if device == "cuda" and not torch.cuda.is_available():
         raise EngineLoadError(f"engine option device is 'cuda', but torch {torch.__version__} sees no GPU here")
     torch.set_num_threads(options.threads or _default_threads())
-    _choose_kernels(options, device)
+    _choose_kernels(engine_dir, options, device)
     loaded = load_model(engine_dir, device=device)
     loaded.one_launch = options.one_launch and not options.deterministic  # its sums are added in another order
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
@@ -184,9 +186,13 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     return GuidedCore(core, compiler)
 
 
-def _choose_kernels(options: EngineOptions, device: str) -> None:
+def _choose_kernels(engine_dir: Path, options: EngineOptions, device: str) -> None:
     """On a GPU, for the whole process, because a model asks for them when it is loaded; the CPU's never depend on the
     batch. Raises EngineLoadError."""
+    try:
+        use_plan(engine_dir, device, deterministic=options.deterministic)
+    except PlanError as error:
+        raise EngineLoadError(str(error)) from error
     if device != "cuda":
         return
     try:

@@ -110,6 +110,25 @@ def library_finding() -> Finding:
     return Finding("cuda library", "ok", str(load().path))
 
 
+def plan_finding() -> Finding:
+    """Of kernels: what an engine without a plan of its own follows."""
+    if importlib.util.find_spec("torch") is None:
+        return Finding("kernel plan", "note", "not looked at: torch is not installed")
+    import torch
+
+    from gptoss_trt.ops import plan
+
+    if not torch.cuda.is_available():
+        return Finding("kernel plan", "ok", "none needed without a GPU")
+    try:
+        selected = plan.select(torch.cuda.get_device_name())
+    except plan.PlanError as error:
+        return Finding("kernel plan", "missing", str(error), "reinstall gptoss-trt")
+    if selected.is_built_in:
+        return Finding("kernel plan", "note", selected.text, "gptoss-trt build ENGINE_DIR --tune measures one")
+    return Finding("kernel plan", "ok", selected.text)
+
+
 def tritonserver_finding() -> Finding:
     try:
         binary = find_server()
@@ -196,6 +215,7 @@ CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("gpu", gpu_finding),
     ("nvcc", nvcc_finding),
     ("cuda library", library_finding),
+    ("kernel plan", plan_finding),
     ("memory", memory_finding),
     ("/dev/shm", shm_finding),
     ("disk", disk_finding),

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 
 from gptoss_trt.build_engine.spec import H_GROUPS, qkv_segments
-from gptoss_trt.ops import ops
+from gptoss_trt.ops import ops, plan
 from gptoss_trt.ops.prepare import prefill_bytes, prefill_experts, prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
 from gptoss_trt.runtime.model.loader import RankWeights
 from gptoss_trt.runtime.model.step import Ends, Step
 
 E4M3 = torch.float8_e4m3fn
-# Steps of this many rows an expert on average read the experts' FP8 copy, where there is one (measured: 1.2 to 1.3
-# times as fast from 128 rows on, 6% slower at 64 uneven ones).
+# Where no plan says otherwise, steps of this many rows an expert on average read the experts' FP8 copy, if there is one
+# (measured: 1.2 to 1.3 times as fast from 128 rows on, 6% slower at 64 uneven ones).
 PREFILL_ROWS = 96
 
 
@@ -171,6 +171,11 @@ class Experts:
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
         self._prefill: tuple[Prepared, ...] | None = None
+        storage = "mxfp4" if formats.experts == "mxfp4" else "fp8"
+        choices = plan.choices("experts", (storage, self._local[1], config.hidden_size, width))
+        self._prefill_from: int | None = -(-PREFILL_ROWS * self._local[1] // self._top_k)  # tokens
+        if choices is not None:
+            self._prefill_from = choices.least("tiles")
 
     def prefill_bytes(self, most_tokens: int) -> int:
         """Bytes of an FP8 copy of both products' weights; 0 where no step of up to `most_tokens` would read it."""
@@ -218,7 +223,7 @@ class Experts:
         return updated, out
 
     def _is_prefill(self, tokens: int) -> bool:
-        return tokens * self._top_k >= PREFILL_ROWS * self._local[1]
+        return self._prefill_from is not None and tokens >= self._prefill_from
 
     def _weights(self, tokens: int) -> tuple[Prepared, ...]:
         """Both products' for a step of so many tokens."""

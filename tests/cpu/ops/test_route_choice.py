@@ -27,10 +27,8 @@ import pytest
 def test_what_the_library_takes(tokens: int, hidden: int, experts: int, top_k: int, kernels: str | None) -> None:
     from gptoss_trt.ops import rmsnorm_route  # brings Triton, whose interpreter the interpret tier chooses first
 
-    taken = rmsnorm_route.takes(tokens, hidden, experts, top_k)
-    assert taken == (kernels is not None)
-    if taken:
-        assert rmsnorm_route.few(tokens, experts) == (kernels == "one")
+    names = {None: "triton", "one": "cluster", "several": "pieces"}
+    assert rmsnorm_route.kernels_for(tokens, hidden, experts, top_k) == names[kernels]
 
 
 @pytest.mark.parametrize(("hidden", "taken"), [(8, True), (2880, True), (4096, True), (4104, False), (2884, False)])
