@@ -110,6 +110,8 @@ def build(**given: Any) -> None:
     if not tune and (ops or tokens):
         raise click.UsageError("--tune-op and --tune-tokens belong to --tune")
     checkpoint, out = given["checkpoint"], given["out"]
+    if tune and (given["tp"], given["ep"], given["dp"]) != (1, 1, 1):
+        raise click.UsageError("--tune takes engines of one rank")
     if tune:
         _check_gpu()
     if out is not None:

@@ -123,11 +123,13 @@ def choose(base: str, seconds: dict[str, float | None]) -> str:
 
 
 def merged(base: Choices, winners: Sequence[tuple[int, str]]) -> Choices:
-    """`base` with each other winner from behind half of its number of tokens (or the measured one before) up to it."""
-    spans = []
+    """`base` with each other winner from behind half of its number of tokens (or the measured one before) up to it.
+    Tiles hold for all larger steps or not at all: a copy is made for them."""
+    spans: list[tuple[int, int, str]] = []
     before = 0
     for tokens, name in winners:
-        if name != base.at(tokens):
+        goes_on = bool(spans) and spans[-1][1:] == (before, name)
+        if goes_on or name != base.at(tokens):
             spans.append((max(before, tokens // 2), tokens, name))
         before = tokens
 
@@ -136,6 +138,9 @@ def merged(base: Choices, winners: Sequence[tuple[int, str]]) -> Choices:
 
     ends = sorted({*base.up_to, *(end for above, most, _ in spans for end in (above, most) if end > 0)})
     names = [at(end) for end in ends] + [base.names[-1]]
+    for i in range(len(ends)):
+        if names[i] == "tiles" and set(names[i:]) != {"tiles"}:
+            names[i] = "prefill"  # what runs without a copy
     kept = [i for i in range(len(ends)) if names[i] != names[i + 1]]
     return Choices(tuple(ends[i] for i in kept), (*(names[i] for i in kept), names[-1]))
 

@@ -17,7 +17,7 @@ from gptoss_trt.ops import ops, plan
 from gptoss_trt.ops.dense import MOST_ROWS, MOST_TOKENS
 from gptoss_trt.ops.library import DenseFormat
 from gptoss_trt.ops.plan import Choices, Shape
-from gptoss_trt.ops.prepare import prefill_bytes, prefill_experts, prepare_experts
+from gptoss_trt.ops.prepare import PREFILL_ROWS, prefill_bytes, prefill_experts, prepare_experts
 from gptoss_trt.ops.rmsnorm_route import LEAST_TOKENS, MOST_FEW_TOKENS
 from gptoss_trt.ops.storage import dense_to_fp8, mxfp4_to_fp8
 from gptoss_trt.reference.tolerance import Exact, Row, Tolerance
@@ -26,7 +26,7 @@ E4M3 = torch.float8_e4m3fn
 COPY_BYTES = 2 << 30  # of weights in all copies of a case
 MOST_COPIES = 64
 MOST_LOGITS = 1024  # the lm head multiplies last tokens alone
-PREFILL_ROWS = 96  # an expert: the built-in rule of FP8 tiles
+TILES_ROWS = 64  # an expert, from which on an engine without such a copy wants prefill too
 SKEW = 0.5  # experts of read prompts are as uneven
 # Of the largest of a row. Two orders of an fp32 sum differ by less than the first; another order moves some codes of h
 # by one step, which the second leaves room for (a wrong tile is off by whole values).
@@ -173,7 +173,7 @@ class _Maker:
 
         def candidates(tokens: int) -> list[str]:
             rows = tokens * config.experts_per_token / experts
-            fits = {"decode": rows <= 128, "prefill": rows >= 8, "tiles": rows >= 32 and self._has_tiles()}
+            fits = {"decode": rows <= 128, "prefill": rows >= 8, "tiles": rows >= TILES_ROWS and self._has_tiles()}
             return [name for name, fit in fits.items() if fit]
 
         return [

@@ -24,6 +24,7 @@ import torch
 
 from gptoss_trt.build_engine.spec import H_GROUPS
 from gptoss_trt.ops import library, weight_layout
+from gptoss_trt.ops.gpu_clock import graph_seconds
 from gptoss_trt.ops.library import Plan, Storage
 from gptoss_trt.ops.moe_gemm_fp8 import LAYOUT, TILES, Options, moe_down, moe_gate_up
 from gptoss_trt.reference import fp8_block
@@ -87,24 +88,12 @@ class Bench:
         launches = max(MIN_LAUNCHES if tokens < MANY_TOKENS else 4, len(self.layers))
         routings = [Routing(tokens, self.experts, skew) for _ in range(launches)]
         run = self._launcher(tokens, group, options)
-        stream = torch.cuda.Stream()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(stream):
-            run(self.layers[0], routings[0])
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph, stream=stream):
-            for i, routing in enumerate(routings):
-                run(self.layers[i % len(self.layers)], routing)
-        seconds = []
-        for i in range(repeats + 2):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if i >= 2:
-                seconds.append(begin.elapsed_time(end) / 1e3 / launches)
-        record = self._record(tokens, h_scale, options, routings, statistics.median(seconds))
+
+        def launch(i: int) -> None:
+            run(self.layers[i % len(self.layers)], routings[i])
+
+        seconds = graph_seconds(torch.device("cuda"), launch, launches, launches, repeats)
+        record = self._record(tokens, h_scale, options, routings, seconds)
         return record | {"plan": options.plan.name.lower(), "skew": skew}
 
     def _launcher(self, tokens: int, group: int, options: Options) -> Any:

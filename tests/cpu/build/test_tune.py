@@ -98,6 +98,20 @@ def test_a_winner_holds_from_behind_the_number_before_up_to_its_own() -> None:
     assert tune.merged(Choices((), ("triton",)), [(1, "few"), (2, "triton")]) == Choices((1,), ("few", "triton"))
 
 
+def test_tiles_hold_for_all_larger_steps_or_not_at_all(tmp_path: Path) -> None:
+    base = Choices((256, 767), ("decode", "prefill", "tiles"))
+    for winners, wanted in (
+        ([(256, "decode"), (512, "tiles"), (1024, "tiles")], Choices((256,), ("decode", "tiles"))),
+        ([(512, "prefill"), (1024, "prefill")], Choices((256, 1024), ("decode", "prefill", "tiles"))),
+        ([(512, "tiles"), (1024, "prefill")], Choices((256, 1024), ("decode", "prefill", "tiles"))),
+        ([(512, "tiles")], base),  # behind it the base has none
+    ):
+        merged = tune.merged(base, winners)
+        assert merged == wanted
+        Plan("card", ABI_VERSION, {"experts": {("fp8", 8, 32, 32): merged}}).write(tmp_path / "a")
+        assert Plan.read(tmp_path / "a").ops["experts"]["fp8", 8, 32, 32] == merged
+
+
 def test_a_faster_choice_is_taken_and_the_built_in_rule_stays_elsewhere() -> None:
     assert tuned(subject(), fastest("64/3"), (64,)) == Choices((4, 32, 64), ("few", "auto", "64/3", "auto"))
     assert tuned(subject(), lambda *_: 1e-5, (1, 64, 512)) == subject().built_in
@@ -172,6 +186,7 @@ def test_tune_writes_the_engines_plan_and_keeps_other_shapes(engine: Path, monke
         ([], 2, "Missing option '--out'"),
         (["--tune-op", "dense"], 2, "--tune-op and --tune-tokens belong to --tune"),
         (["--tune", "--tune-op", "denes"], 2, "'denes' is not one of"),
+        (["--tune", "--tp", "2"], 2, "--tune takes engines of one rank"),
         (["--tune", "--tune-tokens", "0"], 2, "is not a list of numbers from 1 to 8192"),
     ],
 )

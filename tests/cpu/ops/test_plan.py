@@ -234,7 +234,7 @@ def test_a_plan_reaches_the_expert_products_and_options_go_before_it() -> None:
 
 @pytest.mark.parametrize("experts", [32, 128])
 def test_steps_on_tiles_are_those_of_the_built_in_rule(experts: int) -> None:
-    from gptoss_trt.runtime.model.layers import PREFILL_ROWS
+    from gptoss_trt.ops.prepare import PREFILL_ROWS
 
     choices = plan.select(GPU).table["experts"]["mxfp4", experts, 2880, 2880]
     assert choices.least("tiles") == PREFILL_ROWS * experts // 4
