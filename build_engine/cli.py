@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import click
+from click.core import ParameterSource
 from tqdm import tqdm
 
 from gptoss_trt.build_engine import inspection
@@ -120,8 +121,8 @@ def build(**given: Any) -> None:
         raise click.UsageError("Missing option '--out'.")
     elif not inspection.is_engine(checkpoint):
         raise click.UsageError(f"{checkpoint} is a checkpoint: --out names the engine to build and tune")
-    elif given["as_json"]:
-        raise click.UsageError("--json belongs to building; the plan file is JSON")
+    else:
+        _refuse_build_options()
     if tune:
         _tune(checkpoint if out is None else out, ops, tokens, to_errors=given["as_json"])
 
@@ -140,6 +141,17 @@ def _build(
     with _failures(), _progress_bar("build", as_json) as progress:
         result = build_engine(checkpoint, out, options, progress)
     click.echo(json.dumps(_result_json(out, result), indent=1) if as_json else "\n".join(_result_text(out, result)))
+
+
+def _refuse_build_options() -> None:
+    """Where an engine is tuned and not built."""
+    context = click.get_current_context()
+    for name in context.params:
+        typed = context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+        if typed and name != "checkpoint" and not name.startswith("tune"):
+            raise click.UsageError(
+                f"--{name.removeprefix('as_').replace('_', '-')} belongs to building, not to an engine"
+            )
 
 
 def _check_gpu() -> None:

@@ -81,17 +81,16 @@ def tune_engine(
     def timer(call: Callable[[int], object], copies: int, calls: int) -> float:
         return graph_seconds(device, call, copies, calls, REPEATS)
 
+    path = engine_dir / plan.FILE
+    old = Plan.read(path) if path.is_file() else None
     shipped = plan.shipped(gpu)
     before = plan.active()
     try:
         table = tune(subjects(manifest, device, ops), {} if shipped is None else shipped.ops, timer, report, tokens)
     finally:
         plan.activate(before)
-    path = engine_dir / plan.FILE
-    if path.is_file():
-        old = Plan.read(path)
-        if old.unfit(gpu) is None:
-            table = {op: {**old.ops.get(op, {}), **table.get(op, {})} for op in plan.OPS if op in {*old.ops, *table}}
+    if old is not None and old.unfit(gpu) is None:
+        table = {op: {**old.ops.get(op, {}), **table.get(op, {})} for op in plan.OPS if op in {*old.ops, *table}}
     Plan(gpu, ABI_VERSION, table).write(path)
     return path
 

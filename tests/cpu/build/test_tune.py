@@ -198,6 +198,15 @@ def test_what_is_asked_wrongly_is_said(
     assert result.exit_code == status and message in result.output
 
 
+@pytest.mark.parametrize(("option", "value"), [("--dense", "bf16"), ("--json", None), ("--h-scale", "static")])
+def test_options_of_a_build_are_refused_with_an_engine(
+    engine: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str | None
+) -> None:
+    monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
+    result = run("build", engine, "--tune", option, *([value] if value else []))
+    assert result.exit_code == 2 and f"{option} belongs to building" in result.output
+
+
 def test_a_checkpoint_wants_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config())
