@@ -49,12 +49,13 @@ class TerminalInputs:
 
 
 class LineInputs:
-    """Every line of stdin that is not blank."""
+    """Every line of stdin that is not blank. Bytes that are no UTF-8 are read as U+FFFD."""
 
     interactive = False
 
     def read(self, prompt: str) -> str | None:
-        for line in sys.stdin:
+        for data in sys.stdin.buffer:
+            line = data.decode("utf-8", "replace")
             if line.strip():
                 return line.rstrip("\r\n")
         return None

@@ -5,6 +5,8 @@ Invariant: set-up is told on stderr; stdout holds the conversation only.
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import signal
 import subprocess
 import sys
@@ -70,17 +72,14 @@ def converse(url: str) -> int:
             return chat.wait()
         finally:
             signal.signal(signal.SIGINT, before)
-    first = sys.stdin.readline()
-    fed = subprocess.Popen(command, stdin=subprocess.PIPE, text=True)
+    first = sys.stdin.buffer.readline()
+    if not first:
+        click.echo(f"no question on standard input; asking: {QUESTION}", err=True)
+        first = f"{QUESTION}\n".encode()
+    fed = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert fed.stdin is not None
-    if first:
-        fed.stdin.write(first)
-        fed.stdin.flush()
-        for line in sys.stdin:
+    with contextlib.suppress(BrokenPipeError), fed.stdin:  # a chat that has ended early has said why
+        for line in itertools.chain([first], sys.stdin.buffer):
             fed.stdin.write(line)
             fed.stdin.flush()
-    else:
-        click.echo(f"no question on standard input; asking: {QUESTION}", err=True)
-        fed.stdin.write(QUESTION + "\n")
-    fed.stdin.close()
     return fed.wait()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
@@ -151,7 +152,7 @@ class _Choice:
         if not self.complete and not self._empty:
             self._show(self._decoder.finish())
             self._texts.append("" if self.complete else self._stop.finish())
-        self.usage = end.usage
+        self.usage = replace(end.usage, completion_tokens=0) if self._empty else end.usage
         self.finish_reason = "length" if self._empty else finish_word(end.reason, stopped=self.complete)
 
     def take(self) -> Json:

@@ -48,6 +48,24 @@ def test_each_line_of_a_pipe_is_a_turn_and_stdout_the_conversation(served):
     assert (done.stdout, done.stderr, done.returncode) == ("hi é 1\nmore 3\n", "", 0)
 
 
+CONVERSE = "import sys; from gptoss_trt.runtime.launch.demo_cli import converse; sys.exit(converse(sys.argv[1]))"
+
+
+@pytest.mark.parametrize("way", [["-m", "gptoss_trt", "chat", "--url"], ["-c", CONVERSE]], ids=["chat", "demo"])
+def test_bytes_that_are_no_text_are_replaced(served, way):
+    command = [sys.executable, *way, f"grpc://{served.target}"]
+    done = subprocess.run(command, input=b"caf\xe9 \xff\nmore\n", capture_output=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == "caf\ufffd \ufffd 1\nmore 3\n"
+
+
+def test_the_demo_says_why_its_chat_ended_early():
+    command = [sys.executable, "-c", CONVERSE, "grpc://127.0.0.1:1"]
+    done = subprocess.run(command, input=b"line\n" * 100_000, capture_output=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert b"Is a server there?" in done.stderr and b"Traceback" not in done.stderr
+
+
 def test_options_reach_the_request(served, tmp_path):
     tools = tmp_path / "tools.json"
     tools.write_text('[{"name": "w"}]')

@@ -340,8 +340,10 @@ def test_special_tokens_and_stops():
 def test_echo_with_prompt_logprobs():
     request = {"prompt": "Hello world", "echo": True, "max_tokens": 0, "logprobs": 1}
     entries = (None, TokenLogprobs(-2.0, ((5, -0.5),)))
-    choice = complete(request, ["!"], prompt_logprobs=entries, reason="length")["choices"][0]
+    whole = complete(request, ["!"], prompt_logprobs=entries, reason="length")
+    (choice,) = whole["choices"]
     assert choice["text"] == "Hello world"
+    assert (whole["usage"]["completion_tokens"], whole["usage"]["total_tokens"]) == (0, 2), "one is made, none given"
     assert choice["logprobs"] == {
         "tokens": ["Hello", " world"],
         "token_logprobs": [None, -2.0],
