@@ -29,7 +29,7 @@ class GraphedModel:
 
     def __init__(self, model: GptOssModel) -> None:
         self.model = model
-        self.ends_only = False
+        self.ends_only = True
         self.graphs: StepGraphs | None = None
 
     @property
