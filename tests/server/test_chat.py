@@ -86,7 +86,7 @@ def test_a_stop_string_ends_the_generation(triton: Any, words: Any) -> None:
     ("request_body", "status", "param", "text"),
     [
         (b"{not json", 400, None, "not JSON"),
-        (b"[]", 400, None, "list, not an object"),
+        (b"[]", 400, None, "list, not a JSON object"),
         ({"messages": []}, 400, "messages", "messages"),
         (body("x", temperature=-1), 400, "temperature", "temperature"),
         (body("x", temprature=1), 400, "temprature", "temperature"),
