@@ -123,13 +123,14 @@ def choose(base: str, seconds: dict[str, float | None]) -> str:
 
 def merged(base: Choices, winners: Sequence[tuple[int, str]]) -> Choices:
     """`base` with each other winner from behind half of its number of tokens (or the measured one before) up to it.
-    Tiles hold for all larger steps or not at all: a copy is made for them."""
+    Tiles hold for all larger steps or not at all, because a copy is made for them: up to where the base has them."""
     spans: list[tuple[int, int, str]] = []
     before = 0
-    for tokens, name in winners:
+    for number, (tokens, name) in enumerate(winners):
         goes_on = bool(spans) and spans[-1][1:] == (before, name)
         if goes_on or name != base.at(tokens):
-            spans.append((max(before, tokens // 2), tokens, name))
+            open_end = base.names[-1] == "tiles" and {name for _, name in winners[number:]} == {"tiles"}
+            spans.append((max(before, tokens // 2), max(tokens, base.up_to[-1]) if open_end else tokens, name))
         before = tokens
 
     def at(tokens: int) -> str:

@@ -104,7 +104,8 @@ def test_tiles_hold_for_all_larger_steps_or_not_at_all(tmp_path: Path) -> None:
         ([(256, "decode"), (512, "tiles"), (1024, "tiles")], Choices((256,), ("decode", "tiles"))),
         ([(512, "prefill"), (1024, "prefill")], Choices((256, 1024), ("decode", "prefill", "tiles"))),
         ([(512, "tiles"), (1024, "prefill")], Choices((256, 1024), ("decode", "prefill", "tiles"))),
-        ([(512, "tiles")], base),  # behind it the base has none
+        ([(512, "tiles")], Choices((256,), ("decode", "tiles"))),
+        ([(512, "tiles"), (4096, "prefill")], Choices((256, 4096), ("decode", "prefill", "tiles"))),
     ):
         merged = tune.merged(base, winners)
         assert merged == wanted
