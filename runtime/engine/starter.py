@@ -54,7 +54,7 @@ class EngineStarter:
                 return "the engine is alive"
             wait_s = self._back_off_s()
             if wait_s > 0:
-                return f"the engine died; the next start is in {wait_s:.1f} s"
+                return f"the engine died; the next start is in {wait_s:.1f} s; its last words: {self._last_log_line()}"
             return self._start(is_alive, give_up)
         finally:
             os.close(lock)
