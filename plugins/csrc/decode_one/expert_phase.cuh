@@ -24,14 +24,18 @@ constexpr int kOperandStep = 16;                          // bytes between core 
 constexpr int kInstructionUnits = 2 * kOperandStep / 16;  // of a descriptor: 32 columns
 constexpr int kPairs = moe::kStripRows / 2;
 
+// Of the block's expert; asked for ahead of the wait for what is routed.
+__device__ __forceinline__ float load_router_bias(const Params& p, const Layer& layer) {
+  if (static_cast<int>(blockIdx.x) >= p.experts) return 0.0f;
+  return bf16_to_float(__ldg(static_cast<const uint16_t*>(layer.router_bias) + blockIdx.x));
+}
+
 // This expert's logit, from the block's row of the router in the ring.
-__device__ __forceinline__ void route_phase(const Params& p, const Layer& layer, Shared& shared,
-                                            Ring& ring, uint32_t flag) {
+__device__ __forceinline__ void route_phase(const Params& p, Shared& shared, Ring& ring, float bias,
+                                            uint32_t flag) {
   if (static_cast<int>(blockIdx.x) >= p.experts) return;
   const int lane = thread_index() % 32;
   constexpr int kColumns = 8;  // of a thread
-  const float bias =
-      bf16_to_float(__ldg(static_cast<const uint16_t*>(layer.router_bias) + blockIdx.x));
   ring.wait();
   float sum = 0.0f;
 #pragma unroll

@@ -68,6 +68,9 @@ __device__ inline void bring(const Params& p, const Shared& shared, Ring ring) {
     }
     barrier_wait(routed, l & 1);
     bring_gate_up(ring, layer.gate_up_weight, shared.expert);
+    // A block with a strip less would take memory's time from gate_up of the others, for weights
+    // that wait for their h: it asks for them when its own gate_up is used up.
+    if (GateUpRange::count() < GateUpRange::kMost) await_room(ring, kStages - 1);
     bring_down(ring, layer.down_weight, shared.expert);
   }
   const StripRange strips(p.vocabulary);
@@ -145,11 +148,12 @@ __device__ inline void compute(const Params& p, Shared& shared, Ring ring, uint3
     attention_phase(p, layer, shared, rows, flag);
     out_phase<kFormat>(p, layer, shared, ring, flag);
     const Stream::Gain gain = x.load_gain(layer.moe_norm);
+    const float router_bias = load_router_bias(p, layer);
     x.add<kOutParts>(mailbox_of(p, Mailbox::kOut), flag);
     x.norm(shared, gain, p.eps, [&shared](int block, int lane, bool inside, float4 value) {
       store_experts(shared, block, lane, inside, value);
     });
-    route_phase(p, layer, shared, ring, flag);
+    route_phase(p, shared, ring, router_bias, flag);
     gate_up_phase(p, layer, shared, ring, flag);
     down_phase(p, layer, shared, ring, flag);
   }

@@ -160,6 +160,8 @@ static_assert(kChannels == kHidden, "both products have the same K");
 
 // Strips of gate_up, [slot][strip] in one row, dealt to blocks in turn.
 struct GateUpRange {
+  static constexpr int kMost = moe::ceil_div(kTopK * kGateUpStrips, kLeastBlocks);  // of a block
+  static_assert(kMost == moe::ceil_div(kTopK * kGateUpStrips, kMostBlocks) && kMost <= kMostStrips);
   static __device__ __forceinline__ int count() {
     return (kTopK * kGateUpStrips - place(0) + static_cast<int>(gridDim.x) - 1) /
            static_cast<int>(gridDim.x);
@@ -219,6 +221,12 @@ struct DownRange {
     return static_cast<int>(kAll * block / gridDim.x);
   }
 };
+
+// Waits until there is room in the stage `ahead` places behind the ring's next one.
+__device__ __forceinline__ void await_room(Ring ring, int ahead) {
+  for (int i = 0; i < ahead; ++i) ring.step();
+  barrier_wait(ring.empty + ring.stage * 8, ring.parity ^ 1);
+}
 
 __device__ __forceinline__ void bring_down(Ring& ring, const void* weight, const int* experts) {
   const DownRange range;
