@@ -34,6 +34,8 @@ def rmsnorm_quant(
     scales: torch.Tensor | None,
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
+    if not len(residual):  # an empty tensor's address is null, which the library takes for an output not wanted
+        return
     if takes(residual.shape[1]):
         add_and_norm(residual, delta, residual, weight, eps, (normed, quantised, scales))
     else:
@@ -53,6 +55,8 @@ def moe_combine_norm(
     scales: torch.Tensor | None,
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
+    if not len(residual):
+        return
     if takes(residual.shape[1]) and rows.shape[1] == TOP_K and rows.dtype == torch.bfloat16:
         args = _arguments(residual, residual, weight, eps, (normed, quantised, scales))
         args.rows, args.expert_ids = rows.data_ptr(), expert_ids.data_ptr()

@@ -146,6 +146,8 @@ class GptOssModel:
         return self._logits(residual if every else residual[batch.logits_rows.long()])
 
     def _logits(self, rows: torch.Tensor) -> torch.Tensor:
+        if not len(rows):  # a part of a prompt; no op is asked for nothing
+            return torch.empty((0, self.config.vocab_size), dtype=torch.float32, device=rows.device)
         local = self._lm_head(self._final_norm(rows), torch.float32)
         return self._groups.attention.all_gather(local, dim=1)
 

@@ -182,6 +182,13 @@ def test_an_unfinished_prompt_draws_nothing(model: GraphedModel) -> None:
     assert model.launch(batch_of([128], [0], []), Draws.greedy(0)).tokens() == []
 
 
+@pytest.mark.parametrize("ends_only", [False, True])
+def test_a_part_of_a_prompt_runs_without_a_graph(model: GraphedModel, ends_only: bool) -> None:
+    moved = model._moved(batch_of([300], [0], wanted=[]))
+    assert model.model.forward(moved, ends_only=ends_only).shape == (0, model.config.vocab_size)
+    torch.cuda.synchronize()
+
+
 def test_memory_of_all_graphs_is_bounded(model: GraphedModel) -> None:
     model.warm(8, 128)
     torch.cuda.empty_cache()

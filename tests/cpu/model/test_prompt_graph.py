@@ -241,6 +241,20 @@ def test_a_step_of_prompts_without_logits_draws_nothing(model: GraphedModel) -> 
     assert model.graphs is not None and len(model.graphs) == 1
 
 
+@pytest.mark.parametrize("ends_only", [False, True])
+def test_a_part_of_a_prompt_asks_no_op_for_nothing(
+    model: GraphedModel, monkeypatch: pytest.MonkeyPatch, ends_only: bool
+) -> None:
+    """Kernels may refuse tensors of no rows."""
+
+    def refuses(*_: object) -> None:
+        raise AssertionError("the end of the model ran")
+
+    monkeypatch.setattr(model.model, "_final_norm", refuses)
+    logits = model.model.forward(batch_of([30], [0], []), ends_only=ends_only)
+    assert logits.shape == (0, model.config.vocab_size) and logits.dtype == torch.float32
+
+
 def test_steps_too_large_run_without_a_graph(make_engine: Callable[..., Path]) -> None:
     model = GraphedModel(load_model(make_engine()))
     model.allocate_kv(BLOCKS, BLOCKS, BLOCK_TOKENS)
