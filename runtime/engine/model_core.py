@@ -213,7 +213,11 @@ def _publisher(options: EngineOptions, device: str) -> KvEventPublisher | None:
 
 
 def _context(model: Model, options: EngineOptions) -> int:
-    return min(options.max_context or model.config.max_context, model.config.max_context)
+    """Raises EngineLoadError for an option above the model's own context."""
+    most = model.config.max_context
+    if options.max_context > most:
+        raise EngineLoadError(f"engine option max_context is {options.max_context}; the model's context is {most}")
+    return options.max_context or most
 
 
 def _cache_shapes(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -248,6 +249,8 @@ def test_limits_come_from_context_and_cache() -> None:
     assert isinstance(end, Error) and "KV cache" in end.message and "190" in end.message
     with pytest.raises(EngineLoadError, match="kv_bytes 100 is too small"):
         Bench(kv_bytes=100)
+    with pytest.raises(EngineLoadError, match="max_context is 201; the model's context is 200"):
+        Bench(options=replace(OPTIONS, max_context=201))
 
 
 def test_cuda_without_a_gpu_is_told_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
