@@ -28,7 +28,7 @@ STANDARD_INPUT = {"gptoss-trt chat": "What is 17 + 25?\n"}
 # Commands that cannot run inside a test, and the file that runs them.
 ELSEWHERE = {"make demo": ".ci/run", "make test": ".ci/run", "make library": ".ci/run"}
 # Commands that need a Docker engine or the card: what of them was run is said in the README beside them.
-NOT_RUN = re.compile(r"docker (build|run|compose) |tests/perf/|ENGINE_DIR=")
+NOT_RUN = re.compile(r"docker (build|run|compose) |tests/perf/|ENGINE_DIR=|--tune")
 
 
 @functools.cache
