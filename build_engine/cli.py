@@ -72,9 +72,10 @@ CHECKPOINT is a folder with config.json and safetensors in any of these layouts:
 MXFP4 experts, Hugging Face in BF16, an nvidia-modelopt FP8 export. With --tune and without --out it is an engine that
 was built before.
 
---tune times the kernels and tiles that the engine's shapes may take on this GPU, and writes the fastest to plan.json in
-the engine; within 2% the shipped choice stays. The runtime follows that file on a GPU of the same name, before the plan
-that is shipped for it. A plan changes which rounding a result has, as another number of tokens does.
+--tune times the kernels and tiles that the engine's shapes may take on this GPU, and writes the fastest to
+tune/GPU.json in the engine; within 2% the shipped choice stays. The runtime follows that file on a GPU of the same
+name, before the plan that is shipped for it. A plan changes which rounding a result has, as another number of tokens
+does.
 """
 
 

@@ -67,14 +67,15 @@ def describe(path: Path) -> dict[str, Any]:
 
 def _plan_text(path: Path) -> str:
     """Which kernels the engine wants. Raises CheckpointError for a plan file that is not one."""
-    file = path / plan.FILE
-    if not file.is_file():
-        return "none of its own: the one shipped for the GPU, or the built-in rule"
-    try:
-        own = plan.Plan.read(file)
-    except plan.PlanError as error:
-        raise CheckpointError(str(error)) from error
-    return f"{file.name}, tuned on {own.gpu}: " + ", ".join(f"{op} {len(shapes)}" for op, shapes in own.ops.items())
+    words = []
+    for file in plan.engine_files(path):
+        try:
+            own = plan.Plan.read(file)
+        except plan.PlanError as error:
+            raise CheckpointError(str(error)) from error
+        shapes = ", ".join(f"{op} {len(shapes)}" for op, shapes in own.ops.items())
+        words.append(f"{file.relative_to(path)}, tuned on {own.gpu}: {shapes}")
+    return "; ".join(words) or "none of its own: the one shipped for the GPU, or the built-in rule"
 
 
 def verify(path: Path, progress: Progress | None = None) -> list[str]:
@@ -108,7 +109,8 @@ def _verify_engine(path: Path, progress: Progress | None) -> list[str]:
     if RANDOM_SEED in manifest.provenance and not manifest.files:
         return problems  # nothing but the manifest says what it is
     on_disk = {str(file.relative_to(path)) for file in path.rglob("*") if file.is_file()}
-    extra = on_disk - set(manifest.files) - {MANIFEST_NAME, plan.FILE}
+    plans = {str(file.relative_to(path)) for file in plan.engine_files(path)}
+    extra = on_disk - set(manifest.files) - {MANIFEST_NAME} - plans
     problems += [f"{name}: not in the manifest" for name in sorted(extra)]
     for rank in range(manifest.mapping.world):
         problems += _verify_tensors(path / rank_file(rank), manifest, rank)

@@ -81,7 +81,7 @@ def tune_engine(
     def timer(call: Callable[[int], object], copies: int, calls: int) -> float:
         return graph_seconds(device, call, copies, calls, REPEATS)
 
-    path = engine_dir / plan.FILE
+    path = plan.engine_file(engine_dir, gpu)
     old = Plan.read(path) if path.is_file() else None
     shipped = plan.shipped(gpu)
     before = plan.active()

@@ -21,7 +21,7 @@ from typing import Any
 
 from gptoss_trt.ops.library import ABI_VERSION
 
-FILE = "plan.json"  # of an engine directory
+FOLDER = "tune"  # of an engine directory: a plan for each card
 VERSION = 1
 SHIPPED = Path(__file__).resolve().parent / "plans"
 BUILT_IN = "built-in rule"
@@ -112,6 +112,7 @@ class Plan:
 
     def write(self, path: Path) -> None:
         """In one step: a reader sees the old file or the new one."""
+        path.parent.mkdir(exist_ok=True)
         beside = path.with_name(f"{path.name}.{os.getpid()}")
         beside.write_text(self.to_json(), encoding="utf-8")
         beside.replace(path)
@@ -141,9 +142,23 @@ _NONE: dict[str, dict[Shape, Choices]] = {op: {} for op in OPS}
 _active: Table = _NONE
 
 
+def engine_file(engine_dir: Path, gpu: str) -> Path:
+    """Where an engine's plan for a GPU stands."""
+    return engine_dir / FOLDER / _file_name(gpu)
+
+
+def engine_files(engine_dir: Path) -> list[Path]:
+    """An engine's plans, of all GPUs."""
+    return sorted((engine_dir / FOLDER).glob("*.json"))
+
+
+def _file_name(gpu: str) -> str:
+    return re.sub(r"[^A-Za-z0-9]+", "_", gpu) + ".json"
+
+
 def shipped(gpu: str) -> Plan | None:
     """The package's plan for a GPU, if there is one for it and this library."""
-    path = SHIPPED / (re.sub(r"[^A-Za-z0-9]+", "_", gpu) + ".json")
+    path = SHIPPED / _file_name(gpu)
     plan = Plan.read(path) if path.is_file() else None
     return plan if plan is not None and plan.unfit(gpu) is None else None
 
@@ -152,7 +167,7 @@ def select(gpu: str, engine_dir: Path | None = None) -> Selected:
     """Shape by shape the engine's plan, else the shipped one, else (no entry) the built-in rule. Raises PlanError; a
     plan of another GPU or library is passed over, and the text says so."""
     tables, words = [], []
-    file = None if engine_dir is None else engine_dir / FILE
+    file = None if engine_dir is None else engine_file(engine_dir, gpu)
     if file is not None and file.is_file():
         own = Plan.read(file)
         reason = own.unfit(gpu)

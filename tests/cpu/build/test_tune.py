@@ -151,7 +151,7 @@ def test_every_case_runs_and_its_choices_agree(engine: Path, experts: str, dense
     assert [row.op for row in rows if row.tokens == 1].count("dense_fp8" if dense != "bf16" else "dense") == 3
     assert {(row.op, row.chosen) for row in rows} == {(row.op, row.base) for row in rows}
     assert all(seconds is not None for row in rows for seconds in row.seconds.values())
-    path = engine / plan.FILE
+    path = plan.engine_file(engine, "card")
     Plan("card", ABI_VERSION, table).write(path)
     assert Plan.read(path).ops == table
     assert plan.choices("experts", ("mxfp4", 8, 160, 224)) is None  # no trial is left behind
@@ -159,7 +159,7 @@ def test_every_case_runs_and_its_choices_agree(engine: Path, experts: str, dense
 
 def test_tune_writes_the_engines_plan_and_keeps_other_shapes(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"dense": {(8, 8): Choices((), ("triton",))}, "dense_fp8": {SHAPE: Choices((), ("auto",))}}
-    Plan("NVIDIA H200", ABI_VERSION, other).write(engine / plan.FILE)
+    Plan("NVIDIA H200", ABI_VERSION, other).write(plan.engine_file(engine, "NVIDIA H200"))
     monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
     monkeypatch.setattr(tune, "subjects", lambda *_: [subject()])
     monkeypatch.setattr(
@@ -167,16 +167,20 @@ def test_tune_writes_the_engines_plan_and_keeps_other_shapes(engine: Path, monke
     )
     result = run("build", engine, "--tune", "--tune-tokens", "64")
     assert result.exit_code == 0, result.output
-    assert "*64/1 5.0" in result.output and "(was auto)" in result.output and "plan.json: written" in result.output
-    written = Plan.read(engine / plan.FILE)
+    assert (
+        "*64/1 5.0" in result.output
+        and "(was auto)" in result.output
+        and "tune/NVIDIA_H200.json: written" in result.output
+    )
+    written = Plan.read(plan.engine_file(engine, "NVIDIA H200"))
     assert written.ops["dense"] == other["dense"]
     assert written.ops["dense_fp8"] == {SHAPE: Choices((4, 32, 64), ("few", "auto", "64/1", "auto"))}
     described = json.loads(run("inspect", engine, "--json").stdout)
-    assert described["plan"] == "plan.json, tuned on NVIDIA H200: dense 1, dense_fp8 1"
+    assert described["plan"] == "tune/NVIDIA_H200.json, tuned on NVIDIA H200: dense 1, dense_fp8 1"
     assert run("inspect", engine, "--verify").exit_code == 0
-    (engine / plan.FILE).write_text("{}")
+    (plan.engine_file(engine, "NVIDIA H200")).write_text("{}")
     result = run("inspect", engine, "--verify")
-    assert result.exit_code == 1 and "plan.json: version is None" in result.output
+    assert result.exit_code == 1 and "NVIDIA_H200.json: version is None" in result.output
 
 
 @pytest.mark.parametrize(

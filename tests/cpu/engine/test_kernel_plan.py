@@ -27,6 +27,12 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     plan.activate(None)
 
 
+def put(engine: Path, text: str) -> None:
+    path = plan.engine_file(engine, "NVIDIA H200")
+    path.parent.mkdir()
+    path.write_text(text)
+
+
 def test_the_gpus_plan_is_followed_and_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         use_plan(tmp_path, "cuda")
@@ -49,14 +55,14 @@ def test_a_gpu_without_one_has_the_built_in_rule(
 
 @pytest.mark.parametrize(("device", "deterministic"), [("cpu", False), ("cuda", True)])
 def test_a_cpu_and_deterministic_engines_follow_none(tmp_path: Path, device: str, deterministic: bool) -> None:
-    (tmp_path / plan.FILE).write_text("not read")
+    put(tmp_path, "not read")
     plan.activate(plan.select("NVIDIA H200").table)
     use_plan(tmp_path, device, deterministic=deterministic)
     assert plan.choices("dense_fp8", QKV) is None
 
 
 def test_a_bad_plan_of_the_engine_stops_its_load(tmp_path: Path) -> None:
-    (tmp_path / plan.FILE).write_text('{"version": 1, "gpu": "NVIDIA H200", "abi": 5, "ops": {"rope": {}}}')
+    put(tmp_path, '{"version": 1, "gpu": "NVIDIA H200", "abi": 5, "ops": {"rope": {}}}')
     with pytest.raises(EngineLoadError, match="unknown op 'rope'"):
         model_core._choose_kernels(tmp_path, EngineOptions(), "cuda")
 

@@ -35,6 +35,7 @@ def text(**changes: Any) -> dict[str, Any]:
 
 
 def write(path: Path, raw: Any) -> Path:
+    path.parent.mkdir(exist_ok=True)
     path.write_text(raw if isinstance(raw, str) else json.dumps(raw))
     return path
 
@@ -87,7 +88,7 @@ def shape(op: str, name: str, pairs: Any) -> dict[str, Any]:
     ],
 )
 def test_what_is_unknown_is_refused_by_name(tmp_path: Path, raw: Any, words: str) -> None:
-    path = write(tmp_path / "plan.json", raw)
+    path = write(plan.engine_file(tmp_path, GPU), raw)
     with pytest.raises(PlanError, match=re.escape(words)) as error:
         Plan.read(path)
     assert str(path) in str(error.value)
@@ -97,18 +98,18 @@ def test_what_is_unknown_is_refused_by_name(tmp_path: Path, raw: Any, words: str
 
 def test_the_engines_plan_goes_first_shape_by_shape(tmp_path: Path) -> None:
     qkv, own = (5120, 2880), [[2, "few"], [None, "128/1"]]
-    write(tmp_path / plan.FILE, text(ops={"dense_fp8": {"5120x2880": own}}))
+    write(plan.engine_file(tmp_path, GPU), text(ops={"dense_fp8": {"5120x2880": own}}))
     selected = plan.select(GPU, tmp_path)
     assert selected.table["dense_fp8"][qkv] == Choices((2,), ("few", "128/1"))
     shipped = plan.select(GPU)
     assert selected.table["dense_fp8"][2880, 4096] == shipped.table["dense_fp8"][2880, 4096]
     assert selected.table["experts"] == shipped.table["experts"]
-    assert selected.text == f"{tmp_path / plan.FILE}; shipped for {GPU}" and not selected.is_built_in
+    assert selected.text == f"{plan.engine_file(tmp_path, GPU)}; shipped for {GPU}" and not selected.is_built_in
 
 
 @pytest.mark.parametrize(("change", "words"), [({"gpu": "NVIDIA H100"}, "of NVIDIA H100"), ({"abi": 1}, "ABI 1, not")])
 def test_a_plan_of_another_card_or_library_is_passed_over(tmp_path: Path, change: Any, words: str) -> None:
-    write(tmp_path / plan.FILE, text(**change))
+    write(plan.engine_file(tmp_path, GPU), text(**change))
     selected = plan.select(GPU, tmp_path)
     assert selected.table == plan.select(GPU).table
     assert "not used" in selected.text and words in selected.text
