@@ -1,30 +1,17 @@
-#include <cuda.h>
-
 #include <algorithm>
 
 #include "attention/launch.h"
 #include "attention/prefill_kernel.cuh"
+#include "core/tensor_map.h"
 
 namespace gptoss::attention {
 namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, asked for at run time: the library links no driver.
-Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
-}
 
 // bf16 [planes, rows, 64], contiguous, cut into boxes of [box_planes, box_rows, 64] whose rows are
 // swizzled over 128 bytes; `rank` 2 has one plane.
 cudaError_t encode_map(CUtensorMap* map, const void* base, int rank, int64_t rows, int64_t planes,
                        int box_rows, int box_planes) {
-  static const Encode encode = find_encode();
+  static const EncodeTensorMap encode = find_tensor_map_encoder();
   if (encode == nullptr) return cudaErrorSymbolNotFound;
   const cuuint64_t sizes[3] = {kHeadDim, static_cast<cuuint64_t>(rows),
                                static_cast<cuuint64_t>(planes)};

@@ -1,39 +1,11 @@
-#include <cuda.h>
-
 #include <algorithm>
 
+#include "core/tensor_map.h"
 #include "dense_fp8/kernel.cuh"
 #include "dense_fp8/launch.h"
 
 namespace gptoss::dense_fp8 {
 namespace {
-
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, asked for at run time: the library links no driver.
-Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
-}
-
-// e4m3 [rows, k], contiguous, cut into boxes of [box_rows, kBlock] with swizzled rows.
-cudaError_t encode_map(CUtensorMap* map, const void* base, int rows, int k, int box_rows) {
-  static const Encode encode = find_encode();
-  if (encode == nullptr) return cudaErrorSymbolNotFound;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(k)};
-  const cuuint32_t box[2] = {kBlock, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
 
 constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
@@ -41,9 +13,10 @@ template <typename S>
 cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
   const auto kernel = dense_fp8_kernel<S>;
   CUtensorMap x_map, weight_map;
-  cudaError_t error = encode_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens);
+  cudaError_t error =
+      encode_byte_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens, kBlock);
   if (error == cudaSuccess) {
-    error = encode_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock);
+    error = encode_byte_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock, kBlock);
   }
   if (error == cudaSuccess) {
     error =

@@ -1,5 +1,4 @@
-#include <cuda.h>
-
+#include "core/tensor_map.h"
 #include "moe_gemm_fp8/gather_tiles_kernel.cuh"
 #include "moe_gemm_fp8/launch.h"
 #include "moe_gemm_fp8/tiles_kernel.cuh"
@@ -7,40 +6,14 @@
 namespace gptoss::moe {
 namespace {
 
-using Encode = decltype(&cuTensorMapEncodeTiled);
-
-// The driver's function, asked for at run time: the library links no driver.
-Encode find_encode() {
-  void* function = nullptr;
-  cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
-  const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
-                                                             12000, cudaEnableDefault, &result);
-  if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) return nullptr;
-  return reinterpret_cast<Encode>(function);
-}
-
-// e4m3 [rows, k], contiguous, cut into boxes of [box_rows, 128] with swizzled rows.
-cudaError_t encode_map(CUtensorMap* map, const void* base, int rows, int k, int box_rows) {
-  static const Encode encode = find_encode();
-  if (encode == nullptr) return cudaErrorSymbolNotFound;
-  const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(k), static_cast<cuuint64_t>(rows)};
-  const cuuint64_t strides[1] = {static_cast<cuuint64_t>(k)};
-  const cuuint32_t box[2] = {kRecordColumns, static_cast<cuuint32_t>(box_rows)};
-  const cuuint32_t steps[2] = {1, 1};
-  const CUresult result =
-      encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 2, const_cast<void*>(base), sizes, strides, box,
-             steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
-}
-
 template <typename S>
 cudaError_t launch(const Params& params, const LaunchOptions& options) {
   const auto kernel = moe_gemm_tiles_kernel<S>;
   const int bytes = S::shared_bytes(params.experts);
   CUtensorMap map;
   const void* tokens = S::kGate ? params.gathered : params.x;
-  cudaError_t error = encode_map(&map, tokens, params.rows, params.k, kChunkRows / S::kShare);
+  cudaError_t error =
+      encode_byte_map(&map, tokens, params.rows, params.k, kChunkRows / S::kShare, kRecordColumns);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
