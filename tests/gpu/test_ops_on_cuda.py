@@ -133,6 +133,14 @@ def test_moe_combine_norm(tokens: int, hidden: int, local: tuple[int, int], pinn
     check_norm(got[1:], want[1:], hidden)
 
 
+def routing_weights_agree(got: torch.Tensor, want: torch.Tensor) -> None:
+    """A sum in another order may round a logit to the other bf16 neighbour: up to 2^-5 below 8, a share of a row's
+    weights. Few rows do."""
+    torch.testing.assert_close(got, want, rtol=2**-5, atol=2**-9)
+    near = ((got - want).abs() <= 2**-7 * want + 2**-9).all(-1)
+    assert int((~near).sum()) <= max(1, len(want) // 50)
+
+
 @pytest.mark.parametrize(("tokens", "experts"), [(1, 128), (7, 32), (200, 128)])
 def test_moe_route_orders_ties_by_index(tokens: int, experts: int) -> None:
     x, weight, bias = bf16(tokens, H), bf16(experts, H, scale=0.02), bf16(experts)
@@ -148,7 +156,7 @@ def test_moe_route_orders_ties_by_index(tokens: int, experts: int) -> None:
     ids = got[0].reshape(-1).long()
     assert got[4].tolist() == torch.sort(ids, stable=True).indices.tolist()
     assert got[2].diff().tolist() == torch.bincount(ids, minlength=experts).tolist()
-    torch.testing.assert_close(got[1][same], want[1][same], rtol=2**-7, atol=2**-9)
+    routing_weights_agree(got[1][same], want[1][same])
 
 
 @pytest.mark.parametrize("counted", [False, True])
@@ -176,7 +184,7 @@ def test_rmsnorm_route_is_its_two_ops(tokens: int, experts: int, counted: bool, 
                 want[1].float() * want[2].T.repeat_interleave(128, 1)[:, :hidden], 2**-3)  # fmt: skip
     same = (got[3] == want[3]).all(-1)
     assert int(same.sum()) >= tokens - 1 - tokens // 50  # a near tie of bf16 logits may fall the other way
-    torch.testing.assert_close(got[4][same], want[4][same], rtol=2**-7, atol=2**-9)
+    routing_weights_agree(got[4][same], want[4][same])
     chosen = got[3][:real].reshape(-1).long()
     used = torch.bincount(chosen, minlength=experts)
     assert got[5].tolist() == [0, *used.cumsum(0).tolist()]
