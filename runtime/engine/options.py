@@ -43,6 +43,7 @@ class EngineOptions:
     max_context: int = _option(0, "tokens of a sequence (the model's)")
     threads: int = _option(0, "torch's CPU threads")
     device: str = _option("", "cpu or cuda (cuda where there is one)")
+    step_timeout_s: int = _option(0, "seconds after which a step counts as hung and the engine is restarted (120)")
     prefix_cache: bool = _option(True, "reuse the KV blocks of equal prefixes (true)")
     run_ahead: bool = _option(True, "launch a step ahead of the last one's tokens (true)")
     one_launch: bool = _option(True, "decode of one sequence as one kernel, where it can (true)")
@@ -63,6 +64,7 @@ class EngineOptions:
             "step_tokens": (0, 1 << 20),
             "max_context": (0, 1 << 30),
             "threads": (0, 1024),
+            "step_timeout_s": (0, 86400),
             "draft_tokens": (0, MAX_DRAFT_TOKENS),
         }
         for name, (low, high) in ranges.items():

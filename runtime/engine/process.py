@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from gptoss_trt.runtime.engine.core import EngineCore
+from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
 from gptoss_trt.runtime.engine.location import EngineHome
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import SCRIPT_NAME, ScriptedEngine
@@ -63,7 +63,6 @@ def _traced(core: EngineCore) -> EngineCore:
 
 
 def _load_scripted(engine_dir: Path) -> EngineCore:
-    from gptoss_trt.runtime.engine.core import EngineLoadError
     from gptoss_trt.runtime.engine.scripted import ScriptedCore
 
     plan = ScriptedEngine.read(engine_dir)
@@ -73,13 +72,20 @@ def _load_scripted(engine_dir: Path) -> EngineCore:
     return ScriptedCore(plan)
 
 
+def _step_timeout_s(options: Path) -> float:
+    """Of the options; the default where they cannot be read, which loading the engine then says."""
+    try:
+        return EngineOptions.read(options).step_timeout_s or STEP_TIMEOUT_S
+    except EngineLoadError:
+        return STEP_TIMEOUT_S
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the engine process to its end; returns the exit status."""
     parser = argparse.ArgumentParser(prog="gptoss_trt.runtime.engine.process", description=__doc__.splitlines()[0])
     parser.add_argument("engine_dir", type=Path, help="a built engine directory, or one with scripted.json")
     parser.add_argument("--home", type=Path, required=True, help="private folder of socket, locks and log")
     parser.add_argument("--idle-timeout-s", type=float, default=IDLE_TIMEOUT_S, help="life after the last client")
-    parser.add_argument("--step-timeout-s", type=float, default=STEP_TIMEOUT_S, help="a longer step is a crash")
     chosen = parser.parse_args(arguments)
     # OpenMP threads that spin while a sibling is preempted made steps 25 times slower on a busy machine of 2 cores.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -100,7 +106,7 @@ def _serve(chosen: argparse.Namespace, home: EngineHome) -> int:
         home.socket,
         core_loader(chosen.engine_dir, home.options),
         idle_timeout_s=chosen.idle_timeout_s,
-        step_timeout_s=chosen.step_timeout_s,
+        step_timeout_s=_step_timeout_s(home.options),
         describe=lambda: {"engine_dir": str(chosen.engine_dir)},
     )
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -286,7 +286,7 @@ class EngineServer:
             self._drop(connection)
         age_s = self._loop.step_age_s
         if age_s > self._step_timeout_s:
-            self._failure = f"a step has run for {age_s:.1f} s; the limit is {self._step_timeout_s} s"
+            self._failure = f"a step has run for {age_s:.1f} s; the limit is {self._step_timeout_s:g} s"
 
     def _alone_too_long(self) -> bool:
         return not self._connections and time.monotonic() - self._alone_since >= self._idle_timeout_s

@@ -28,6 +28,7 @@ FAILS = (1, 2, 3, 5)  # ... with an error after three tokens
 CRASHES = (1, 2, 3, 6)  # ... with the death of the engine after three tokens
 CHUNKS = (1, 2, 3, 7)  # ... in chunks of 1, 3 and 2 tokens a step
 REFUSED = (1, 2, 3, 8)
+HANGS = (1, 2, 3, 9)  # ... with a step that never ends after three tokens
 CYCLE = tuple(range(11, 19))
 GREETING = "Say hello"  # a prompt with this text is answered with reasoning and then content
 CALLS_TOOL = "What is the weather"
@@ -57,6 +58,7 @@ SCRIPTED: dict[str, Any] = {
         },
         {"match": FAILS, "tokens": CYCLE, "cycle": True, "fault": {"kind": "error", "after": 3, "message": "it broke"}},
         {"match": CRASHES, "tokens": CYCLE, "cycle": True, "fault": {"kind": "crash", "after": 3}},
+        {"match": HANGS, "tokens": CYCLE, "cycle": True, "fault": {"kind": "hang", "after": 3}},
         {"match": CHUNKS, "tokens": CYCLE, "cycle": True, "chunk": [1, 3, 2]},
         {
             "match": REFUSED,
@@ -280,7 +282,8 @@ class Words:
 
     LONG_TEXT, GREETING, CALLS_TOOL, BREAKS = LONG_TEXT, GREETING, CALLS_TOOL, BREAKS
     ANALYSIS, CONTENT, ARGUMENTS = ANALYSIS, CONTENT, ARGUMENTS
-    LONG, FAILS, CRASHES, CHUNKS, REFUSED, CYCLE, STEP_MS = LONG, FAILS, CRASHES, CHUNKS, REFUSED, CYCLE, STEP_MS
+    LONG, FAILS, CRASHES, HANGS, CHUNKS, REFUSED = LONG, FAILS, CRASHES, HANGS, CHUNKS, REFUSED
+    CYCLE, STEP_MS = CYCLE, STEP_MS
     Triton = Triton
     token_tensors = staticmethod(token_tensors)
     text_tensors = staticmethod(text_tensors)

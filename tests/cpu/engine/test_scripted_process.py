@@ -36,6 +36,7 @@ from gptoss_trt.runtime.engine import starter
 from gptoss_trt.runtime.engine.client import EngineClient
 from gptoss_trt.runtime.engine.location import EngineHome
 from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Submit, Tokens
+from gptoss_trt.runtime.engine.options import EngineOptions
 
 
 @pytest.fixture
@@ -188,14 +189,15 @@ def test_a_terminated_engine_says_goodbye_and_comes_back(client: EngineClient) -
 def test_a_step_that_hangs_is_seen_and_ends_the_process(engine_dir: Path, tmp_path: Path) -> None:
     home = EngineHome.of(engine_dir, tmp_path / "state")
     command = [sys.executable, "-m", "gptoss_trt.runtime.engine.process", str(engine_dir), "--home", str(home.folder)]
-    process = subprocess.Popen([*command, "--step-timeout-s", "1.0"], stderr=subprocess.DEVNULL)
+    EngineOptions(step_timeout_s=1).write(home.options)
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     wait_until(home.socket.exists, 10, "the engine listens")
     with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", start=False)) as client:
         client.wait_ready(5)
         stream = start(client, HANGING)
         wait_until(lambda: client.health()["state"] == "hung", 3, "health tells of the hang")
         end = stream.end(5)
-        assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "limit is 1.0 s" in end.message
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "limit is 1 s" in end.message
     assert process.wait(10) == 1
 
 
