@@ -43,7 +43,7 @@ class EngineOptions:
     max_context: int = _option(0, "tokens of a sequence (the model's)")
     threads: int = _option(0, "torch's CPU threads")
     device: str = _option("", "cpu or cuda (cuda where there is one)")
-    step_timeout_s: int = _option(0, "seconds until a step counts as hung: then a new engine (120)")
+    step_timeout_s: int = _option(0, "seconds until a step counts as hung (120)")
     prefix_cache: bool = _option(True, "reuse the KV blocks of equal prefixes (true)")
     run_ahead: bool = _option(True, "launch a step ahead of the last one's tokens (true)")
     one_launch: bool = _option(True, "decode of one sequence as one kernel, where it can (true)")

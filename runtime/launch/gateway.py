@@ -11,8 +11,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
+from gptoss_trt.runtime.launch.addresses import take_port
 from gptoss_trt.runtime.launch.server_binary import LaunchError
-from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, end_with_parent, take_port
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, end_with_parent
 from gptoss_trt.runtime.openai.gateway.files import check_files
 from gptoss_trt.runtime.openai.gateway.options import GatewayOptions, OptionsError
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, GatewayProcess, start_gateway

@@ -23,6 +23,7 @@ from gptoss_trt.client.protocol import did_you_mean
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.addresses import is_loopback, literal_address
 from gptoss_trt.runtime.launch.gateway import (
     NEEDED_MODELS,
     ApiOptions,
@@ -37,7 +38,6 @@ from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, 
 
 API_NAMES = ("served_model_name", "api_key_file", "api_workers", "ssl_certfile", "ssl_keyfile", "cors_origin")
 PORT = click.IntRange(0, 65535)
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 EPILOG = """\b
 Examples:
   gptoss-trt serve engine/
@@ -141,6 +141,7 @@ def serve(
     signals = Signals()
     start = time.monotonic()
     try:
+        options = replace(options, address=literal_address(options.address))
         _warn_of_exposure(options)
         if not no_openai and wants_gateway(options):
             check_api(options, api)
@@ -202,7 +203,7 @@ def _check_tracing(url: str) -> None:
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:
-    if options.address in LOOPBACK:
+    if is_loopback(options.address):
         return
     if find_server().source == "pypi":
         click.echo(

@@ -15,14 +15,13 @@ import os
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -36,6 +35,7 @@ from gptoss_trt.runtime.engine.location import EngineHome
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import SCRIPT_NAME
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.addresses import for_triton_http, in_url, literal_address, take_ports
 from gptoss_trt.runtime.launch.repository import assemble_repository
 from gptoss_trt.runtime.launch.server_binary import (
     LaunchError,
@@ -97,15 +97,15 @@ class TritonServer:
 
     @property
     def http_url(self) -> str:
-        return f"http://{self.options.address}:{self.http_port}"
+        return f"http://{in_url(self.options.address)}:{self.http_port}"
 
     @property
     def grpc_url(self) -> str:
-        return f"{self.options.address}:{self.grpc_port}"
+        return f"{in_url(self.options.address)}:{self.grpc_port}"
 
     @property
     def metrics_url(self) -> str:
-        return f"http://{self.options.address}:{self.metrics_port}/metrics"
+        return f"http://{in_url(self.options.address)}:{self.metrics_port}/metrics"
 
     def command(self, binary: ServerBinary, repository: Path, backends: Path) -> list[str]:
         """The command line of the server."""
@@ -121,11 +121,11 @@ class TritonServer:
             *(f"--load-model={name}" for name in loads),
             "--disable-auto-complete-config",
             f"--exit-timeout-secs={FOREVER_S}",
-            f"--http-address={options.address}",
+            f"--http-address={for_triton_http(options.address)}",
             f"--http-port={self.http_port}",
-            f"--grpc-address={options.address}",
+            f"--grpc-address={in_url(options.address)}",
             f"--grpc-port={self.grpc_port}",
-            f"--metrics-address={options.address}",
+            f"--metrics-address={for_triton_http(options.address)}",
             f"--metrics-port={self.metrics_port}",
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
@@ -305,9 +305,11 @@ def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> T
     _check_models(options.models)
     binary = find_server()
     check_stub(binary)
-    ports = _take_ports(options)
-    folder, lock = _take_folder(options, ports[0])
-    server = TritonServer(options, folder, lock, ports)
+    options = replace(options, address=literal_address(options.address))
+    wanted = (("HTTP", options.http_port), ("gRPC", options.grpc_port), ("metrics", options.metrics_port))
+    http_port, grpc_port, metrics_port = take_ports(options.address, wanted)
+    folder, lock = _take_folder(options, http_port)
+    server = TritonServer(options, folder, lock, (http_port, grpc_port, metrics_port))
     try:
         server.start(binary)
         server.wait_ready(ready_timeout_s)
@@ -338,43 +340,6 @@ def _check_models(models: tuple[str, ...] | None) -> None:
             raise LaunchError(
                 f"there is no model {name!r}{did_you_mean(name, model_names())}; there are: {', '.join(model_names())}"
             )
-
-
-def _take_ports(options: ServerOptions) -> tuple[int, int, int]:
-    names = ("HTTP", "gRPC", "metrics")
-    wanted = (options.http_port, options.grpc_port, options.metrics_port)
-    for index, port in enumerate(wanted):
-        if port and port in wanted[:index]:
-            raise LaunchError(
-                f"{names[wanted.index(port)]} and {names[index]} port are both {port}; choose another one"
-            )
-    sockets: list[socket.socket] = []
-    try:
-        for name, port in zip(names, wanted, strict=True):
-            sockets.append(take_port(options.address, port, name))
-        first, second, third = (int(listener.getsockname()[1]) for listener in sockets)
-    finally:
-        for listener in sockets:
-            listener.close()
-    return first, second, third
-
-
-def take_port(address: str, port: int, name: str) -> socket.socket:
-    """A socket bound there, which shows that it can be had; the caller closes it. `name` says whose it is. Raises
-    LaunchError."""
-    if not address:
-        raise LaunchError("the address is ''; give one to bind to, 0.0.0.0 for all")
-    listener = socket.socket()
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((address, port))
-    except OSError as error:
-        listener.close()
-        raise LaunchError(
-            f"cannot listen on {name} port {port} of {address}: {error.strerror or error}; "
-            f"choose another one or stop what listens there"
-        ) from error
-    return listener
 
 
 def _take_folder(options: ServerOptions, http_port: int) -> tuple[Path, IO[str]]:

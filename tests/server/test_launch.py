@@ -22,6 +22,7 @@ import pytest
 import tritonclient.grpc as grpcclient
 from tritonclient.utils import np_to_triton_dtype
 
+from gptoss_trt.client.connect import connect
 from gptoss_trt.runtime.harmony import Tokenizer
 from gptoss_trt.runtime.launch.stub_watch import POLL_S, stubs_by_model
 
@@ -224,6 +225,26 @@ def test_a_taken_port_is_named(folder: Path) -> None:
     assert serve.end()[0] == 0
 
 
+@pytest.mark.parametrize(("address", "bound"), [("::1", "[::1]"), ("localhost", "127.0.0.1")])
+def test_every_listener_binds_the_address(folder: Path, address: str, bound: str) -> None:
+    """An address of IPv6, and a name: tritonserver alone would listen nowhere and say that it does."""
+    serve = Serve(folder, "--openai-port", "0", "--address", address)
+    told = serve.announcement()
+    for url in (f"{told['http']}/v2/health/ready", told["metrics"], f"{told['openai']}/models"):
+        assert url.startswith(f"http://{bound}:")
+        assert status_of(url) == 200, url
+    assert told["grpc"].startswith(f"{bound}:")
+    with connect(told["grpc"]) as client:
+        client.wait_ready(["chat"])
+    with urllib.request.urlopen(told["openai"].removesuffix("/v1") + "/metrics", timeout=20) as answer:
+        assert b"nv_inference_request_success" in answer.read(), "the gateway reaches the server's metrics"
+    elsewhere = "127.0.0.1" if bound == "[::1]" else "[::1]"
+    for url in (told["http"], told["metrics"], told["openai"]):
+        with pytest.raises(OSError):
+            status_of(url.replace(bound, elsewhere))
+    assert serve.end() == (0, serve_drain_line(30)), "no warning of exposure"
+
+
 def test_no_engine_is_a_plain_error(tmp_path: Path) -> None:
     command = [
         sys.executable,
@@ -343,7 +364,15 @@ def test_a_killed_launcher_leaves_no_server_and_no_gateway(folder: Path, options
 
 
 @pytest.mark.parametrize(
-    "option", [("--http-port", "99999"), ("--drain-seconds", "-5"), ("--drain-seconds", "nan"), ("--model", "ensembel")]
+    "option",
+    [
+        ("--http-port", "99999"),
+        ("--drain-seconds", "-5"),
+        ("--drain-seconds", "nan"),
+        ("--model", "ensembel"),
+        ("--address", "no.such.host.invalid"),
+        ("--address", "fe80::1%lo"),
+    ],
 )
 def test_an_impossible_option_is_refused(tmp_path: Path, option: tuple[str, str]) -> None:
     (tmp_path / "scripted.json").write_text("{}")
