@@ -163,12 +163,13 @@ def shipped(gpu: str) -> Plan | None:
     return plan if plan is not None and plan.unfit(gpu) is None else None
 
 
-def select(gpu: str, engine_dir: Path | None = None) -> Selected:
-    """Shape by shape the engine's plan, else the shipped one, else (no entry) the built-in rule. Raises PlanError; a
-    plan of another GPU or library is passed over, and the text says so."""
+def select(gpu: str, *engine_dirs: Path) -> Selected:
+    """Shape by shape the plan of the first of the engines that names it, else the shipped one, else (no entry) the
+    built-in rule. Raises PlanError; a plan of another GPU or library is passed over, and the text says so."""
     tables, words = [], []
-    file = None if engine_dir is None else engine_file(engine_dir, gpu)
-    if file is not None and file.is_file():
+    for file in (engine_file(folder, gpu) for folder in engine_dirs):
+        if not file.is_file():
+            continue
         own = Plan.read(file)
         reason = own.unfit(gpu)
         if reason is None:

@@ -190,7 +190,8 @@ def _choose_kernels(engine_dir: Path, options: EngineOptions, device: str) -> No
     """On a GPU, for the whole process, because a model asks for them when it is loaded; the CPU's never depend on the
     batch. Raises EngineLoadError."""
     try:
-        use_plan(engine_dir, device, deterministic=options.deterministic)
+        draft_dir = Path(options.draft_engine) if options.draft_engine else None
+        use_plan(engine_dir, device, draft_dir=draft_dir, deterministic=options.deterministic)
     except PlanError as error:
         raise EngineLoadError(str(error)) from error
     if device != "cuda":

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gptoss_trt.ops import plan
+from gptoss_trt.ops.library import ABI_VERSION
 from gptoss_trt.runtime.engine import model_core
 from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.kernel_plan import use_plan
@@ -29,7 +30,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def put(engine: Path, text: str) -> None:
     path = plan.engine_file(engine, "NVIDIA H200")
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     path.write_text(text)
 
 
@@ -65,6 +66,20 @@ def test_a_bad_plan_of_the_engine_stops_its_load(tmp_path: Path) -> None:
     put(tmp_path, '{"version": 1, "gpu": "NVIDIA H200", "abi": 5, "ops": {"rope": {}}}')
     with pytest.raises(EngineLoadError, match="unknown op 'rope'"):
         model_core._choose_kernels(tmp_path, EngineOptions(), "cuda")
+
+
+def test_a_draft_engines_plan_holds_for_shapes_of_its_own(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It goes before the plan that is shipped, and behind the target's."""
+    target, draft = tmp_path / "target", tmp_path / "draft"
+    head = f'{{"version": 1, "gpu": "NVIDIA H200", "abi": {ABI_VERSION}, "ops": {{"dense_fp8": '
+    put(target, head + '{"640x128": [[null, "64/2"]]}}}')
+    put(draft, head + '{"640x128": [[null, "64/1"]], "5120x2880": [[null, "256/1"]], "96x64": [[null, "64/3"]]}}}')
+    options = EngineOptions(speculation="draft", draft_engine=str(draft))
+    with caplog.at_level(logging.INFO):
+        model_core._choose_kernels(target, options, "cuda")
+    names = {shape: plan.choices("dense_fp8", shape) for shape in ((640, 128), QKV, (96, 64))}
+    assert [found and found.at(1) for found in names.values()] == ["64/2", "256/1", "64/3"]
+    assert f"{target}/tune/NVIDIA_H200.json; {draft}/tune/NVIDIA_H200.json; shipped for" in caplog.text
 
 
 def test_doctor_names_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
