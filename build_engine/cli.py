@@ -27,6 +27,7 @@ from gptoss_trt.ops import plan
 from gptoss_trt.reference.mxfp4 import FormatError
 
 _SIZES = ", ".join(map(str, PARALLEL_SIZES))
+_ONE_RANK = "`gptoss-trt serve` runs one rank so far."
 MOST_TUNED_TOKENS = 8192
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -93,7 +94,9 @@ does.
 @click.option("--kv", type=click.Choice(get_args(Kv)), default="bf16", show_default=True, help="KV cache format.")
 @click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static", show_default=True,
               help="Scales of the activations between the two expert products.")  # fmt: skip
-@click.option("--tp", type=int, default=1, show_default=True, help=f"Tensor-parallel ranks of a DP group: {_SIZES}.")
+@click.option(
+    "--tp", type=int, default=1, show_default=True, help=f"Tensor-parallel ranks of a DP group: {_SIZES}. {_ONE_RANK}"
+)
 @click.option("--ep", type=int, default=1, show_default=True, help=f"Expert-parallel groups of the world: {_SIZES}.")
 @click.option("--dp", type=int, default=1, show_default=True, help=f"Data-parallel groups: {_SIZES}.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads, one weight each. Default: processors, at most 8.")
@@ -136,6 +139,8 @@ def _build(
         mapping = ParallelMapping(tp=tp, ep=ep, dp=dp)
     except SpecError as error:
         raise click.UsageError(str(error)) from error
+    if mapping.world > 1:  # ahead of a build, which may take long
+        click.echo(f"warning: an engine of {mapping.world} ranks can be built and inspected; {_ONE_RANK}", err=True)
     options = BuildOptions(
         experts=experts, dense=dense, kv=kv, h_scale=h_scale, mapping=mapping, force=force, workers=workers
     )

@@ -301,7 +301,7 @@ def end_with_parent() -> None:
 def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> TritonServer:
     """Starts tritonserver over the engine and waits until it is ready. The caller stops it. Raises LaunchError when
     the binary, its libraries, a port or the folder cannot be had, and SettingsError for a bad environment variable."""
-    _check_engine(options.engine_dir)
+    check_engine(options.engine_dir)
     _check_models(options.models)
     binary = find_server()
     check_stub(binary)
@@ -319,8 +319,8 @@ def start_server(options: ServerOptions, *, ready_timeout_s: float = 120.0) -> T
     return server
 
 
-def _check_engine(engine_dir: Path) -> None:
-    """An unusable engine is told here, before a server is started that would only repeat it."""
+def check_engine(engine_dir: Path) -> None:
+    """Raises LaunchError for an engine that cannot be served, before a server is started that would only repeat it."""
     if (engine_dir / SCRIPT_NAME).is_file():
         return
     try:

@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from gptoss_trt.build_engine.spec import Manifest
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
 from gptoss_trt.client.cli import gptoss_trt
+from gptoss_trt.runtime.launch.server_binary import LaunchError
+from gptoss_trt.runtime.launch.tritonserver import check_engine
 
 
 def run(*arguments: object) -> Result:
@@ -64,6 +66,20 @@ def test_wrong_use_is_named(arguments: list[str], status: int, message: str, che
     assert result.exit_code == status
     assert message in result.output
     assert not (tmp_path / "engine").exists()
+
+
+def test_an_engine_that_serve_refuses_is_warned_of(checkpoint: Path, tmp_path: Path) -> None:
+    """At build time and by its help, in the launcher's words."""
+    options = ("--experts", "fp8_block128", "--json")
+    several = run("build", checkpoint, "--out", tmp_path / "two", "--tp", 2, *options)
+    assert "warning: an engine of 2 ranks" in several.stderr and "`gptoss-trt serve` runs one rank" in several.stderr
+    assert json.loads(several.stdout)["mapping"]["tp"] == 2
+    one = run("build", checkpoint, "--out", tmp_path / "one", *options)
+    assert "warning" not in one.stderr
+    assert "runs one rank so far" in " ".join(run("build", "--help").output.split())
+    with pytest.raises(LaunchError, match="built for 2 ranks, and the engine process runs one"):
+        check_engine(tmp_path / "two")
+    check_engine(tmp_path / "one")
 
 
 def test_inspect_describes_a_checkpoint(checkpoint: Path) -> None:
