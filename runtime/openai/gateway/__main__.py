@@ -56,6 +56,9 @@ def _bind(options: GatewayOptions) -> socket.socket:
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Of every connection: the kernel ends one whose peer has taken nothing of what waits for so long, so that an answer
+    # that nobody reads does not pile up in tritonserver for longer.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * options.stall_s))
     try:
         listener.bind((options.host, options.port))
     except OSError as error:

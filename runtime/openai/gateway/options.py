@@ -39,6 +39,7 @@ PURPOSES = {
     "max_body_bytes": "largest request body",
     "max_concurrency": "requests that a worker serves at once; more are answered with 429",
     "keep_alive_s": "a stream that is silent for so long gets a comment",
+    "stall_s": "a client that takes nothing of its answer for so long is cut off",
     "drain_s": "how long streams may finish after SIGTERM",
     "server_metrics_url": "tritonserver's /metrics, to be appended to the gateway's own",
     "store_file": "SQLite file of stored responses; by default one that goes with the process",
@@ -72,6 +73,7 @@ class GatewayOptions:
     max_body_bytes: int = 8 << 20
     max_concurrency: int = 1024
     keep_alive_s: float = 10.0
+    stall_s: float = 60.0
     drain_s: float = 30.0
     server_metrics_url: str = ""
     store_file: Path | None = None
@@ -84,7 +86,8 @@ class GatewayOptions:
         if (self.ssl_certfile is None) != (self.ssl_keyfile is None):
             raise OptionsError("ssl_certfile and ssl_keyfile go together; only one is given")
         least = {"port": 0, "max_model_len": 0, "api_workers": 1, "max_body_bytes": 1, "max_concurrency": 1,
-                 "keep_alive_s": 0.1, "drain_s": 0, "store_count": 0, "store_bytes": 0, "store_age_s": 0}  # fmt: skip
+                 "keep_alive_s": 0.1, "stall_s": 0.1, "drain_s": 0, "store_count": 0, "store_bytes": 0,
+                 "store_age_s": 0}  # fmt: skip
         for name, low in least.items():
             if getattr(self, name) < low:
                 raise OptionsError(f"{name} is {getattr(self, name)}; it must be at least {low}")
