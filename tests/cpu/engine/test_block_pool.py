@@ -1,0 +1,61 @@
+"""Which block a pool gives up: the known one that nobody holds and that was unused for longest."""
+
+from __future__ import annotations
+
+import pytest
+
+from gptoss_trt.runtime.engine.block_pool import BlockPool
+
+
+def known(pool: BlockPool, *names: str) -> dict[str, int]:
+    """A block for each name, known by it, and released in that order."""
+    blocks = {name: pool.take() for name in names}
+    for name, block in blocks.items():
+        assert pool.publish(block, name.encode())
+    for block in blocks.values():
+        pool.release(block)
+    return blocks
+
+
+def test_the_block_unused_for_longest_goes_first() -> None:
+    lost: list[bytes] = []
+    pool = BlockPool(4, lost.append)
+    blocks = known(pool, "a", "b", "c")
+    pool.take()  # the free one: nothing known is given up while there is one
+    assert lost == []
+    pool.hold(blocks["a"])
+    pool.release(blocks["a"])  # used again, so it is the youngest
+    assert [pool.take(), pool.take(), pool.take()] == [blocks["b"], blocks["c"], blocks["a"]]
+    assert lost == [b"b", b"c", b"a"] and pool.find(b"a") is None
+    with pytest.raises(RuntimeError, match="all 4 blocks are held"):
+        pool.take()
+    pool.check()
+
+
+def test_a_block_that_somebody_holds_is_not_given_up() -> None:
+    pool = BlockPool(2)
+    blocks = known(pool, "a", "b")
+    for _ in range(2):  # two requests with that prefix
+        pool.hold(blocks["a"])
+    pool.release(blocks["a"])
+    assert pool.held_counts() == {blocks["a"]: 1} and pool.available == 1
+    assert pool.take() == blocks["b"]
+    assert pool.find(b"a") == blocks["a"] and pool.find(b"b") is None
+    pool.release(blocks["a"])
+    assert pool.available == 1 and pool.take() == blocks["a"]
+    with pytest.raises(RuntimeError, match="more often than it was taken"):
+        for _ in range(2):
+            pool.release(blocks["a"])
+
+
+def test_equal_contents_have_one_known_block() -> None:
+    pool = BlockPool(3)
+    first, second = pool.take(), pool.take()
+    assert pool.publish(first, b"same") and not pool.publish(second, b"same")
+    pool.release(second)
+    pool.release(first)
+    assert pool.find(b"same") == first
+    assert pool.take() != first, "an unknown block is free"
+    pool.forget(first)
+    assert pool.find(b"same") is None and pool.available == 2
+    pool.check()
