@@ -28,20 +28,25 @@ def lengths(draw: random.Random) -> tuple[int, int]:
     return tokens_in, tokens_out
 
 
+def write(path: Path, requests: int, seed: int) -> None:
+    """JSON lines of `requests` requests, equal for equal seeds."""
+    draw = random.Random(seed)
+    systems = [draw.choices(range(IDS), k=SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
+    with path.open("w", encoding="utf-8") as file:
+        for _ in range(requests):
+            tokens_in, tokens_out = lengths(draw)
+            system = draw.choice(systems) if draw.random() < SYSTEM_SHARE else []
+            ids = system[: tokens_in - 1] + draw.choices(range(IDS), k=max(1, tokens_in - len(system)))
+            file.write(json.dumps({"input_ids": ids, "max_tokens": tokens_out}) + "\n")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--requests", type=int, default=1024)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    draw = random.Random(options.seed)
-    systems = [draw.choices(range(IDS), k=SYSTEM_TOKENS) for _ in range(SYSTEM_PROMPTS)]
-    with options.out.open("w", encoding="utf-8") as file:
-        for _ in range(options.requests):
-            tokens_in, tokens_out = lengths(draw)
-            system = draw.choice(systems) if draw.random() < SYSTEM_SHARE else []
-            ids = system[: tokens_in - 1] + draw.choices(range(IDS), k=max(1, tokens_in - len(system)))
-            file.write(json.dumps({"input_ids": ids, "max_tokens": tokens_out}) + "\n")
+    write(options.out, options.requests, options.seed)
 
 
 if __name__ == "__main__":
