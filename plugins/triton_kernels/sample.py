@@ -65,17 +65,23 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     inside = index < BLOCKS
     high = tl.load(highs + row * BLOCKS + index, mask=inside, other=float("-inf"))
     place = tl.load(places + row * BLOCKS + index, mask=inside, other=V)
+    # All that needs no other is asked for at once: behind a reduction each load would be a trip of its own.
+    sum_of_block = tl.load(sums + row * BLOCKS + index, mask=inside, other=0.0)
+    heat = tl.load(temperature + row)
+    wanted = tl.load(share + row)
+    out = row
+    if turn is not None:
+        out += tl.load(turn) * C
     broken, highest, _ = _best(high, index, PADDED)
     best = tl.min(tl.where(high == highest, place, V), axis=0)
     finite = (highest > float("-inf")) & (highest < float("inf")) & (broken == 0)
-    heat = tl.load(temperature + row)
     divisor = tl.where(heat == 0, 1.0, heat)
 
-    weight = tl.load(sums + row * BLOCKS + index, mask=inside, other=0.0) * _weights(high, highest, divisor)
+    weight = sum_of_block * _weights(high, highest, divisor)
     weight = tl.where(finite, weight, 0.0)
     running = tl.cumsum(weight, axis=0)
     total = tl.max(running, axis=0)
-    target = tl.load(share + row) * total
+    target = wanted * total
     # Rounding may put the target on the total: then the first block that reaches it. Never a block that adds nothing.
     passes = ((running > target) | (running >= total)) & (weight > 0)
     block = tl.min(tl.where(passes, index, BLOCKS - 1), axis=0)
@@ -89,9 +95,6 @@ def _token_kernel(  # type: ignore[no-untyped-def]
     last = tl.max(tl.where(column_weight > 0, columns, -1), axis=0)
     drawn = tl.where(drawn < V, drawn, tl.where(last >= 0, last, best))
     token = tl.where(finite, tl.where(heat == 0, best, drawn), NOT_FINITE)
-    out = row
-    if turn is not None:
-        out += tl.load(turn) * C
     tl.store(tokens + out, token)
     tl.store(fed + row, tl.maximum(token, 0))
 
