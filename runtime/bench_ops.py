@@ -17,7 +17,7 @@ import torch
 
 from gptoss_trt.build_engine.shapes import MODELS, model_config
 from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
-from gptoss_trt.ops import dispatch
+from gptoss_trt.ops import attention_flashinfer, dispatch
 from gptoss_trt.ops.gpu_clock import graph_seconds
 from gptoss_trt.runtime.bench.bound import H200
 from gptoss_trt.runtime.bench.op_cases import Case, Cases
@@ -72,7 +72,8 @@ def ops(**given: Any) -> None:
         try:
             made = cases.make(op, tokens, given["context"], decode)
             for case in made:
-                write_line({**shared, **_record(case, tokens, decode, device)}, given["out"])
+                for record in _records(case, tokens, decode, device):
+                    write_line({**shared, **record}, given["out"])
         except Exception as error:  # one operator that fails must not cost the others
             failed += 1
             click.echo(f"{op} at {tokens} tokens: {type(error).__name__}: {error}", err=True)
@@ -86,6 +87,21 @@ def _plan(given: dict[str, Any]) -> Iterator[tuple[str, int, bool]]:
         for op in DECODE_OPS if decode else PREFILL_OPS:
             if not given["only"] or op in given["only"]:
                 yield op, tokens, decode
+
+
+def _records(case: Case, tokens: int, decode: bool, device: torch.device) -> Iterator[dict[str, Any]]:
+    """Of the default, then of the other implementations that have a kernel for the case."""
+    yield _record(case, tokens, decode, device)
+    for name, reason in case.others.items():
+        if reason is not None:
+            click.echo(f"{case.op} {case.what} at {tokens} tokens: {name} is not measured: {reason}", err=True)
+            continue
+        dispatch.select(case.op, name)
+        try:
+            with attention_flashinfer.kept_plans():
+                yield _record(case, tokens, decode, device)
+        finally:
+            dispatch.select(case.op, None)
 
 
 def _record(case: Case, tokens: int, decode: bool, device: torch.device) -> dict[str, Any]:

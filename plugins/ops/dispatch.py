@@ -46,6 +46,8 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("feed", "triton"): f"{_KERNELS}.feed:feed",
     ("attention_prefill", "cuda"): "gptoss_trt.ops.attention:attention_prefill",
     ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
+    ("attention_prefill", "flashinfer"): "gptoss_trt.ops.attention_flashinfer:attention_prefill",
+    ("attention_decode", "flashinfer"): "gptoss_trt.ops.attention_flashinfer:attention_decode",
     ("dense", "cuda"): "gptoss_trt.ops.dense:dense",
     ("dense_fp8", "cuda"): "gptoss_trt.ops.dense:dense_fp8",
     ("act_dense_fp8", "cuda"): "gptoss_trt.ops.dense:act_dense_fp8",
@@ -65,9 +67,11 @@ _LAYOUT_ARGUMENT = {
 }
 
 # Implementation's name -> "module:function" returning None when it can be used here, else the reason why not.
-_PROBES: dict[str, str] = dict.fromkeys(("cuda", INVARIANT), "gptoss_trt.ops.library:unusable")
+_PROBES: dict[str, str] = dict.fromkeys(("cuda", INVARIANT), "gptoss_trt.ops.library:unusable") | {
+    "flashinfer": "gptoss_trt.ops.attention_flashinfer:unusable"
+}
 
-PREFERENCE = ("cuda", "triton")  # the first that can be used wins
+PREFERENCE = ("cuda", "triton", "flashinfer")  # the first that can be used wins
 
 _pinned: dict[str, str] = {}  # op -> name
 _chosen: dict[tuple[str, str | None], Implementation] = {}  # by op and layout

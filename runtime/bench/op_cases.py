@@ -7,14 +7,14 @@ bytes and operations are those that no implementation avoids. Must not know how 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch.nn.functional import pad
 
 from gptoss_trt.build_engine.spec import H_GROUPS, Formats, ModelConfig, qkv_segments
 from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
-from gptoss_trt.ops import ops
+from gptoss_trt.ops import attention_flashinfer, ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
 from gptoss_trt.runtime.model.graph_shapes import padded_width
@@ -26,7 +26,8 @@ BLOCK_TOKENS = 64
 
 @dataclass(frozen=True)
 class Case:
-    """`call(i)` runs the op with its i-th copy of weights, of `copies`; bytes and operations of one call."""
+    """`call(i)` runs the op with its i-th copy of weights, of `copies`; bytes and operations of one call. `others` are
+    implementations to be measured beside the default: None, or why one has no kernel for the case."""
 
     op: str
     what: str
@@ -35,6 +36,7 @@ class Case:
     bytes_moved: float
     fp8_flop: float = 0.0
     bf16_flop: float = 0.0
+    others: dict[str, str | None] = field(default_factory=dict)
 
 
 class Cases:
@@ -189,7 +191,14 @@ class Cases:
 
         flop = 4.0 * sequences * config.q_size * keys
         what = f"window {window}" if window else "full"
-        return Case("attention_decode", what, call, copies, kv_bytes + 4 * q.numel(), bf16_flop=flop)
+        others = self._others("attention_decode", q, caches[0][0], window)
+        return Case("attention_decode", what, call, copies, kv_bytes + 4 * q.numel(), bf16_flop=flop, others=others)
+
+    def _others(self, op: str, q: torch.Tensor, cache: torch.Tensor, window: int) -> dict[str, str | None]:
+        if self._device.type != "cuda":
+            return {}
+        shape = attention_flashinfer.shape_of(q, cache, window)
+        return {attention_flashinfer.PACKAGE: attention_flashinfer.missing(op, shape)}
 
     def _prefill(self, tokens: int, window: int) -> Case:
         config = self._config
@@ -206,7 +215,8 @@ class Cases:
 
         moved = 4.0 * q.numel() + tokens * 2 * config.kv_size * 2
         what = f"window {window}" if window else "full"
-        return Case("attention_prefill", what, call, 1, moved, bf16_flop=4.0 * config.q_size * seen)
+        others = self._others("attention_prefill", q, k, window)
+        return Case("attention_prefill", what, call, 1, moved, bf16_flop=4.0 * config.q_size * seen, others=others)
 
     def _routing(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """expert_ids, expert_weights, expert_offsets, active_experts, row_slots."""
