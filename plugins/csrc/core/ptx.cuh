@@ -71,13 +71,14 @@ __device__ __forceinline__ void bulk_copy(uint32_t target, const void* source, u
       : "memory");
 }
 
-// bulk_copy of what is read once: other lines stay in the second-level cache rather than these.
+// bulk_copy of what is read once: other lines stay in the second-level cache rather than these. The
+// policy is what createpolicy.fractional.L2::evict_first gives for all lines.
 __device__ __forceinline__ void bulk_copy_once(uint32_t target, const void* source, uint32_t bytes,
                                                uint32_t barrier) {
   asm volatile(
       "{\n"
       ".reg .b64 policy;\n"
-      "createpolicy.fractional.L2::evict_first.b64 policy, 1.0;\n"
+      "mov.b64 policy, 0x12F0000000000000;\n"
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1], %2, [%3], policy;\n"
       "}\n" ::"r"(target),

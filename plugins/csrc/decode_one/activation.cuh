@@ -61,7 +61,9 @@ __device__ __forceinline__ float divide(float x, float value, float reciprocal_v
 
 // Four values of a lane as e4m3 codes under their group's scale, which it returns.
 __device__ __forceinline__ float quantise_group(float4 y, uint32_t& codes) {
-  const float amax = warp_max(fmaxf(fmaxf(fabsf(y.x), fabsf(y.y)), fmaxf(fabsf(y.z), fabsf(y.w))));
+  const float most = fmaxf(fmaxf(fabsf(y.x), fabsf(y.y)), fmaxf(fabsf(y.z), fabsf(y.w)));
+  // No value is negative: their bits are in the same order.
+  const float amax = __uint_as_float(__reduce_max_sync(0xFFFFFFFFu, __float_as_uint(most)));
   float scale = divide(amax, moe::kE4m3Max, 1.0f / moe::kE4m3Max);
   if (scale == 0.0f) scale = 1.0f;
   const float inverse = reciprocal(scale);
@@ -151,13 +153,11 @@ class Stream {
   __device__ __forceinline__ void add(const uint64_t* vectors, uint32_t flag) {
     const Place at;
     uint2 pairs[kBlocks * kCount];
-    // Where there are no columns, others are read instead: one trip for all.
     receive_pairs<kBlocks * kCount>(
         [at, vectors](int i) {
-          const int block = i / kCount;
-          return vectors + i % kCount * (kHidden / 2) + at.column(at.inside(block) ? block : 0) / 2;
+          return vectors + i % kCount * (kHidden / 2) + at.column(i / kCount) / 2;
         },
-        flag, pairs);
+        [at](int i) { return i < kCount || at.inside(i / kCount); }, flag, pairs);
 #pragma unroll
     for (int i = 0; i < kBlocks; ++i) {
       float4 total = four_floats(pairs[i * kCount]);

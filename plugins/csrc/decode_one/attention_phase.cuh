@@ -257,7 +257,8 @@ __device__ __forceinline__ Merged merge_parts(const Params& p, const Merged& min
   const uint64_t* value = mailbox_of(p, Mailbox::kPartial) + source * kHeadValues + 2 * pair;
   const uint64_t* stats = mailbox_of(p, Mailbox::kStats) + (source * kGroup + pair / 32) * 2;
   uint2 words[2];
-  receive_pairs<2>([value, stats](int i) { return i == 0 ? value : stats; }, flag, words);
+  receive_pairs<2>([value, stats](int i) { return i == 0 ? value : stats; },
+                   [](int) { return true; }, flag, words);
   Merged merged{make_float2(__uint_as_float(words[0].x), __uint_as_float(words[0].y)),
                 __uint_as_float(words[1].x), __uint_as_float(words[1].y)};
   float top = merged.top;
@@ -351,7 +352,7 @@ __device__ __forceinline__ void take_attended(const Params& p, Shared& shared, i
   const uint64_t* mine = mailbox_of(p, Mailbox::kAttention) + part * (kColumns / 2) +
                          (warp * kScaleColumns + 4 * lane) / 2;
   uint2 pairs[1];
-  receive_pairs<1>([mine](int) { return mine; }, flag, pairs);
+  receive_pairs<1>([mine](int) { return mine; }, [](int) { return true; }, flag, pairs);
   store_dense<kFormat>(shared, warp, lane, true, four_floats(pairs[0]));
   async_proxy_fence();  // WGMMA reads it
   compute_sync();

@@ -91,14 +91,20 @@ __device__ __forceinline__ void receive_each(Place place, uint32_t flag,
 }
 
 // The values of kCount pairs of neighbouring packets; `place` (i) is where the i-th pair lies.
-template <int kCount, class Place>
-__device__ __forceinline__ void receive_pairs(Place place, uint32_t flag, uint2 (&values)[kCount]) {
+// Zeros where `wanted` (i) says so: a block that waits asks for all of its packets again and again,
+// which is much for the second-level cache.
+template <int kCount, class Place, class Wanted>
+__device__ __forceinline__ void receive_pairs(Place place, Wanted wanted, uint32_t flag,
+                                              uint2 (&values)[kCount]) {
+  const uint64_t nothing = static_cast<uint64_t>(flag) << 32;
   Patience patience;
   while (true) {
     ulonglong2 words[kCount];
     bool here = true;
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) words[i] = peek_pair(place(i));
+    for (int i = 0; i < kCount; ++i) {
+      words[i] = wanted(i) ? peek_pair(place(i)) : make_ulonglong2(nothing, nothing);
+    }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       here = here && flag_of(words[i].x) == flag && flag_of(words[i].y) == flag;

@@ -292,20 +292,12 @@ __device__ __forceinline__ void take_h(const Params& p, Shared& shared, const Do
            2 * (thread_index() % kPairsOfStage);
   };
   uint2 codes[kTurns];
-  // Where there is nothing to take, the slot's first words are looked at instead.
   receive_pairs<kTurns>(
       [&](int turn) {
-        const int stage = min(stage_of(turn), range.end - 1);
-        const int word = stage_of(turn) < range.end && word_of(turn) < kWords
-                             ? word_of(turn)
-                             : range.first % kStripStages * (2 * kPairsOfStage);
-        return mailbox_of(p, Mailbox::kH) +
-               (stage_of(turn) < range.end ? DownRange::slot(stage)
-                                           : DownRange::slot(range.first)) *
-                   kWords +
-               word;
+        return mailbox_of(p, Mailbox::kH) + DownRange::slot(stage_of(turn)) * kWords +
+               word_of(turn);
       },
-      flag, codes);
+      [&](int turn) { return stage_of(turn) < range.end && word_of(turn) < kWords; }, flag, codes);
 #pragma unroll
   for (int turn = 0; turn < kTurns; ++turn) {
     if (stage_of(turn) >= range.end || word_of(turn) >= kPaddedWords) continue;

@@ -181,7 +181,9 @@ __device__ __forceinline__ void bring_stage(Ring& ring, const uint8_t* strip, in
   const int bytes = tail ? (records - 1) * kRecordBytes + kTailBytes : records * kRecordBytes;
   ring.claim(bytes);
   if (threadIdx.x % 32 == 0) {
-    bulk_copy(ring.address(), strip + stage * kStageRecords * kRecordBytes, bytes, ring.filled());
+    // Mailboxes and what all blocks read should stay in the second-level cache.
+    bulk_copy_once(ring.address(), strip + stage * kStageRecords * kRecordBytes, bytes,
+                   ring.filled());
   }
   ring.step();
 }
