@@ -14,8 +14,9 @@ from pathlib import Path
 
 from gptoss_trt import __version__
 from gptoss_trt.build_engine.builder import BuildOptions, build_engine
-from gptoss_trt.build_engine.demo import PACKED_WEIGHTS
+from gptoss_trt.build_engine.demo import PACKED_HEAD, PACKED_WEIGHTS
 from gptoss_trt.build_engine.demo.expand import expand_demo_checkpoint
+from gptoss_trt.build_engine.demo.head import expand_demo_head
 from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, start_server
 
 STAMP = "made-by"
@@ -30,9 +31,11 @@ def _timed(log: Log, what: str) -> Iterator[None]:
 
 
 def demo_engine(folder: Path, log: Log) -> Path:
-    """The demo's engine directory under `folder`, built when it is not there. Returns its path."""
+    """The demo's engine directory under `folder`, built when it is not there, with its EAGLE-3 head as head/ beside it.
+    Returns its path."""
     engine, stamp = folder / "engine", folder / STAMP
-    mark = f"{__version__} {PACKED_WEIGHTS.stat().st_size} {PACKED_WEIGHTS.stat().st_mtime_ns}\n"
+    made_of = [path.stat() for path in (PACKED_WEIGHTS, PACKED_HEAD)]
+    mark = " ".join([__version__, *(f"{one.st_size} {one.st_mtime_ns}" for one in made_of)]) + "\n"
     if engine.is_dir() and stamp.is_file() and stamp.read_text() == mark:
         log(f"engine: {engine} from an earlier run")
         return engine
@@ -44,6 +47,7 @@ def demo_engine(folder: Path, log: Log) -> Path:
         checkpoint = expand_demo_checkpoint(folder / "checkpoint")
     with _timed(log, "engine built"):
         build_engine(checkpoint, engine, BuildOptions())
+    expand_demo_head(folder / "head")
     stamp.write_text(mark)
     return engine
 

@@ -1,4 +1,4 @@
-"""Trains a small EAGLE-3 head for the demo on a CPU and writes it in the published layout.
+"""Trains a small EAGLE-3 head for the demo on a CPU and writes it in the published layout, and packed as it ships.
 
 Run: python tests/perf/eagle_demo.py --engine DIR --out HEAD [--documents 600] [--minutes 8]
 then: python tests/perf/speculation.py --engine DIR --head HEAD --drafters none,eagle3
@@ -11,7 +11,6 @@ those of step 1 up to where the chain began, then the chain's own. The draft voc
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import time
 from collections import Counter
@@ -19,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
 from torch import nn
 from torch.nn import functional
 
+from gptoss_trt.build_engine.demo import PACKED_HEAD
 from gptoss_trt.build_engine.demo.codec import Codec
 from gptoss_trt.build_engine.demo.dataset import document
+from gptoss_trt.build_engine.demo.head import expand_demo_head, pack_head
 from gptoss_trt.build_engine.demo.kinds import random_kind, sample
 from gptoss_trt.build_engine.demo.names import NamePool
 from gptoss_trt.runtime.model import GptOssModel, StepBatch, load_model
@@ -34,7 +34,7 @@ LAYERS = (1, 2, 3)
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, WIDE = 256, 4, 2, 64, 512
 THETA, EPS = 10000.0, 1e-5
 CHAIN = 3
-DRAFT_VOCABULARY = 2048
+DRAFT_VOCABULARY = 1024  # 96% of what the demo writes
 BLOCK_TOKENS, LONGEST = 64, 512
 BATCH, RATE = 12, 2e-3
 
@@ -63,7 +63,7 @@ def collect(model: GptOssModel, count: int, seconds: float) -> list[Text]:
         n = len(found.ids)
         if n <= LONGEST:
             _read(model, found.ids)
-            features = model.tap.features[:n].float().clone()
+            features = model.tap.features[:n].clone()
             texts.append(Text(torch.tensor(found.ids), features, torch.tensor(found.learn)))
     return texts
 
@@ -97,7 +97,7 @@ class Head(nn.Module):
         self.norms = nn.ParameterDict({name: nn.Parameter(torch.ones(HIDDEN)) for name in names})
 
     def forward(self, ids: torch.Tensor, features: torch.Tensor) -> list[torch.Tensor]:
-        """Logits [B, n - 1, draft vocabulary] of each step of a chain: at place p of step s of token p + 2."""
+        """What `lm_head` reads in each step of a chain [B, n - 1, hidden]: at place p of step s for token p + 2."""
         rows = self.fc(features[:, :-1])
         embedded = self._norm(self.embedding[ids[:, 1:]], "input")
         keys: list[torch.Tensor] = []
@@ -105,7 +105,7 @@ class Head(nn.Module):
         outputs = []
         for _ in range(CHAIN):
             rows = self._layer(embedded, rows, keys, values)
-            outputs.append(self.lm_head(self._norm(rows, "last")))
+            outputs.append(self._norm(rows, "last"))
             rows = functional.pad(rows[:, :-1], (0, 0, 1, 0))
         return outputs
 
@@ -174,16 +174,16 @@ def batches(texts: list[Text], rng: random.Random) -> list[list[Text]]:
 def loss_of(head: Head, batch: list[Text], to_draft: torch.Tensor) -> tuple[torch.Tensor, list[float]]:
     """The chain's loss over the tokens that the model writes, and the share of right guesses in each step."""
     ids = nn.utils.rnn.pad_sequence([text.ids for text in batch], batch_first=True)
-    features = nn.utils.rnn.pad_sequence([text.features for text in batch], batch_first=True)
+    features = nn.utils.rnn.pad_sequence([text.features.float() for text in batch], batch_first=True)
     learn = nn.utils.rnn.pad_sequence([text.learn for text in batch], batch_first=True)
     total = torch.zeros(())
     right = []
-    for step, logits in enumerate(head(ids, features)):
-        targets = torch.full(logits.shape[:2], -1)
+    for step, rows in enumerate(head(ids, features)):
+        targets = torch.full(rows.shape[:2], -1)
         targets[:, step:-1] = to_draft[ids[:, 2 + step :]]
         wanted = torch.zeros_like(targets, dtype=torch.bool)
         wanted[:, step:-1] = learn[:, 2 + step :]
-        chosen, goals = logits[wanted], targets[wanted]
+        chosen, goals = head.lm_head(rows[wanted]), targets[wanted]
         total = total + 0.8**step * functional.cross_entropy(chosen, goals, ignore_index=-1)
         right.append(float((chosen.argmax(-1) == goals).float().mean()))
     return total, right
@@ -234,16 +234,16 @@ def main() -> None:
     to_draft[draft_ids] = torch.arange(len(draft_ids))
     head = Head(model.embedding.float(), len(draft_ids))
     train(head, texts, to_draft, 60 * options.minutes)
-    options.out.mkdir(parents=True, exist_ok=True)
-    save_file(head.checkpoint(draft_ids, model.config.vocab_size), options.out / "model.safetensors")
     config = {
         "architectures": ["LlamaForCausalLMEagle3"], "hidden_size": HIDDEN, "num_attention_heads": HEADS,
         "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM, "intermediate_size": WIDE, "num_hidden_layers": 1,
         "vocab_size": model.config.vocab_size, "draft_vocab_size": len(draft_ids), "rms_norm_eps": EPS,
         "rope_theta": THETA, "eagle_config": {"eagle_aux_hidden_state_layer_ids": list(LAYERS)},
     }  # fmt: skip
-    (options.out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    print(f"wrote {options.out}, {sum(p.numel() for p in head.parameters())} parameters")
+    options.out.mkdir(parents=True, exist_ok=True)
+    size = pack_head(head.checkpoint(draft_ids, model.config.vocab_size), config, options.out / PACKED_HEAD.name)
+    expand_demo_head(options.out, packed=options.out / PACKED_HEAD.name)
+    print(f"wrote {options.out}, {sum(p.numel() for p in head.parameters())} parameters, {size} bytes packed")
 
 
 if __name__ == "__main__":

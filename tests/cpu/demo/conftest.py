@@ -8,6 +8,7 @@ from types import ModuleType
 
 import pytest
 
+from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.demo.codec import Codec
 from gptoss_trt.build_engine.demo.expand import expand_demo_checkpoint
 from gptoss_trt.build_engine.demo.names import NamePool
@@ -26,6 +27,13 @@ def pool(codec: Codec) -> NamePool:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return expand_demo_checkpoint(tmp_path_factory.mktemp("demo") / "checkpoint")
+
+
+@pytest.fixture(scope="session")
+def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("demo-engine") / "engine"
+    build_engine(checkpoint, out, BuildOptions())
+    return out
 
 
 @pytest.fixture(scope="session")

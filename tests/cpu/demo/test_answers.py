@@ -42,13 +42,6 @@ def _right(engine: Path, chats: list[Conversation], codec: Codec, demo_eval: Mod
     return [seen == expected(chat.target) for chat, seen in zip(chats, got, strict=True)]
 
 
-@pytest.fixture(scope="module")
-def engine(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    out = tmp_path_factory.mktemp("demo-engine") / "engine"
-    build_engine(checkpoint, out, BuildOptions())
-    return out
-
-
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", sorted({kind.family for kind in KINDS.values()}))
 def test_kinds_through_the_engine(
