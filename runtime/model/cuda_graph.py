@@ -129,10 +129,10 @@ class StepGraphs:
         return GraphShape(*size, self._buffers.full_width)
 
     @torch.inference_mode()
-    def launch(self, batch: StepBatch, draws: Draws) -> Launched:
+    def launch(self, batch: StepBatch, draws: Draws, shape: GraphShape | None = None) -> Launched:
         """Starts a step whose batch lies in host memory and has a shape; it ends with a token for each row of its
-        logits."""
-        self._run(True, batch, draws)
+        logits. `shape` is what shape_for gave, where the caller has asked."""
+        self._run(True, batch, draws, shape)
         return self._launched(len(batch.logits_rows))
 
     @torch.inference_mode()
@@ -164,10 +164,11 @@ class StepGraphs:
         return self.launch(batch, draws).tokens()
 
     @torch.inference_mode()
-    def logits(self, batch: StepBatch) -> torch.Tensor:
-        """Logits fp32 [R, vocabulary] of a batch in host memory that has a shape; the next call overwrites them."""
+    def logits(self, batch: StepBatch, shape: GraphShape | None = None) -> torch.Tensor:
+        """Logits fp32 [R, vocabulary] of a batch in host memory that has a shape; the next call overwrites them.
+        `shape` as in launch."""
         rows = len(batch.logits_rows)
-        graph = self._run(False, batch, Draws.greedy(rows))
+        graph = self._run(False, batch, Draws.greedy(rows), shape)
         self._launched(0)
         return graph.output[:rows]
 
@@ -202,8 +203,8 @@ class StepGraphs:
             raise RuntimeError("no step has run yet")
         return self._last
 
-    def _run(self, draws_tokens: bool, batch: StepBatch, draws: Draws) -> _Graph:
-        shape = self.shape_for(batch)
+    def _run(self, draws_tokens: bool, batch: StepBatch, draws: Draws, shape: GraphShape | None) -> _Graph:
+        shape = shape or self.shape_for(batch)
         if shape is None:
             raise ValueError(
                 f"no graph serves a step of {len(batch.token_ids)} tokens, {len(batch.context_lens)} sequences and "

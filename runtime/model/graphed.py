@@ -76,8 +76,9 @@ class GraphedModel:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
-        if self.graphs is not None and self.graphs.shape_for(batch) is not None:
-            return self.graphs.logits(batch)
+        shape = None if self.graphs is None else self.graphs.shape_for(batch)
+        if self.graphs is not None and shape is not None:
+            return self.graphs.logits(batch, shape)
         return self.model.forward(self._moved(batch), ends_only=self._leaves_out(batch))
 
     @property
@@ -90,8 +91,9 @@ class GraphedModel:
         `most_draws` (the op `sample`; -1: the logits are not finite). Tokens may come from the step launched before
         it."""
         graphs = self._made()
-        if graphs.shape_for(batch) is not None:
-            return graphs.launch(batch, draws)
+        shape = graphs.shape_for(batch)
+        if shape is not None:
+            return graphs.launch(batch, draws, shape)
         moved = self._moved(batch)
         if draws.source is not None:
             graphs.feed(moved.token_ids, draws.source)
