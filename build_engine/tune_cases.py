@@ -151,9 +151,6 @@ class _Maker:
         parts = segments if what == "qkv" else []
         x, out = self._bf16(tokens, columns), self._empty(tokens, rows, dtype=self._logits(what))
         bias = None if what == "lm_head" else self._bf16(rows)
-        if what == "out":  # behind attention, whose output is not quantised yet
-            return Case(lambda _, i: ops.act_dense_fp8(x, weights[i], scale, parts, bias, out), len(weights),
-                        ((out, SUMS),))  # fmt: skip
         values, x_scale = self._quantised(x)
         return Case(lambda _, i: ops.dense_fp8(values, x_scale, weights[i], scale, parts, bias, out), len(weights),
                     ((out, SUMS),))  # fmt: skip

@@ -165,8 +165,8 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_moe_gemm_fp8(const gptoss_trt_moe_ge
  * ahead, and those it has not waited for, must not write them. */
 #define GPTOSS_TRT_ATTENTION_DEPENDENT_LAUNCH 1u
 
-/* bf16 throughout. Query head h reads KV head h / 8; 64 columns a head. Key j of sequence s is row
- * j % block_tokens of block block_table[s, j / block_tokens - first_block[s]]. */
+/* bf16, and e4m3 for `out` if asked. Query head h reads KV head h / 8; 64 columns a head. Key j of
+ * sequence s is row j % block_tokens of block block_table[s, j / block_tokens - first_block[s]]. */
 typedef struct gptoss_trt_attention_args {
   uint32_t size;     /* sizeof(gptoss_trt_attention_args) */
   uint32_t flags;    /* GPTOSS_TRT_ATTENTION_* bits */
@@ -196,7 +196,8 @@ typedef struct gptoss_trt_attention_args {
   const int32_t* query_start;  /* [S + 1]; decode: or null, T / S tokens of every sequence */
   const int32_t* context_lens; /* [S]: keys of each sequence, this call's tokens among them */
   const void* sinks;           /* [heads] */
-  void* out;                   /* [T, heads, 64] */
+  void* out;                   /* bf16 [T, heads, 64], or e4m3 with out_scale */
+  float* out_scale;            /* [heads / 2, T]: a scale for 128 columns of a token, or null */
   uint32_t* tickets; /* decode in parts: [T, kv_heads], zero ahead of the first call; every call
                         leaves zeros. Calls that may overlap in time need tickets of their own. */
   void* workspace;   /* decode in parts, 256-byte aligned: anything before and after a call */
@@ -277,6 +278,16 @@ typedef struct gptoss_trt_dense_fp8_args {
   const void* bias;          /* bf16 [n], 8-byte aligned, or null for none */
   void* out;                 /* [tokens, n] = x W^T + bias, fp32 sums rounded once. A token's bits
                                 do not depend on the other tokens, given the parts. */
+  /* Rotation and append, where k_cache is not null: the segments are q, k and v in heads of 64
+   * rows, `out` is q, bf16 [tokens, first_segment], of the sums rounded to bf16: first' = first cos
+   * - second sin, second' = second cos + first sin for the halves of a head of q and k. */
+  int32_t kv_heads;         /* second_segment / 64, as many as v has */
+  int32_t block_tokens;     /* a power of two up to 64 */
+  const int32_t* positions; /* [tokens] */
+  const int32_t* slots;     /* [tokens]: block * block_tokens + row; -1 keeps nothing */
+  const float* cos_sin;     /* [positions, 64], 16-byte aligned: 32 cosines, then their sines */
+  void* k_cache;            /* bf16 [blocks, kv_heads, block_tokens, 64], 16-byte aligned */
+  void* v_cache;
 } gptoss_trt_dense_fp8_args;
 
 /* Launches the product on the stream; success means launched, not finished. tokens = 0 launches

@@ -1,4 +1,5 @@
-"""attention_prefill and attention_decode on libgptoss_trt.so for bf16 caches; what it does not take goes to Triton.
+"""attention_prefill and attention_decode, with their output in bf16 or quantised, on libgptoss_trt.so for bf16 caches;
+what it does not take goes to Triton.
 
 Invariant: which of the two runs depends on shapes and dtypes alone, so a captured graph fixes it. Must not know layers:
 window, scale and tables are arguments.
@@ -68,19 +69,23 @@ def attention_decode(
     scale: float,
     k_scale: float,
     v_scale: float,
-    out: torch.Tensor,
+    *outputs: torch.Tensor,
     options: Options = DEFAULT,
 ) -> None:
-    """The op of that name; see ops/schemas.py. Runs on the current stream; allocates the parts of a cut range.
-    Raises LibraryError when the call fails."""
+    """The op of that name, or with two outputs attention_decode_quant; see ops/schemas.py. Runs on the current stream;
+    allocates the parts of a cut range. Raises LibraryError when the call fails."""
     if options.plan == FIXED_PLAN:
         _check_fixed(q, k_cache)
     elif q.shape[0] % context_lens.shape[0] or not takes_decode(q, k_cache, context_lens.shape[0]):
-        triton_attention.attention_decode(
-            q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale, out
-        )
+        triton = (triton_attention.attention_decode, triton_attention.attention_decode_quant)[len(outputs) - 1]
+        triton(
+            q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale,
+            *outputs,
+        )  # fmt: skip
         return
-    args = _arguments(q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, out, options)
+    args = _arguments(
+        q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, outputs, options
+    )
     _launch_decode(args, q.device)
 
 
@@ -97,28 +102,36 @@ def attention_prefill(
     scale: float,
     k_scale: float,
     v_scale: float,
-    out: torch.Tensor,
+    *outputs: torch.Tensor,
     options: Options = DEFAULT,
 ) -> None:
-    """The op of that name; see ops/schemas.py. Runs on the current stream; few tokens, as of drafts to be checked, take
-    the decode kernel, unless a plan is asked for. Raises LibraryError when the call fails."""
+    """The op of that name, or with two outputs attention_prefill_quant; see ops/schemas.py. Runs on the current stream;
+    few tokens, as of drafts to be checked, take the decode kernel, unless a plan is asked for. Raises LibraryError when
+    the call fails."""
     few = q.shape[0] <= FEW_TOKENS and options.plan == 0 and takes_decode(q, k_cache, context_lens.shape[0])
     if options.plan == FIXED_PLAN:
         _check_fixed(q, k_cache)
         few = True
     elif not few and not takes_prefill(q, k_cache):
-        triton_attention.attention_prefill(
+        triton = (triton_attention.attention_prefill, triton_attention.attention_prefill_quant)[len(outputs) - 1]
+        triton(
             q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, window, scale, k_scale,
-            v_scale, out,
+            v_scale, *outputs,
         )  # fmt: skip
         return
-    args = _arguments(q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, out, options)
+    args = _arguments(
+        q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, outputs, options
+    )
     args.query_start = query_start.data_ptr()
     if few:
         _launch_decode(args, q.device)
         return
     with torch.cuda.device(q.device):
         library.load().attention_prefill(args, torch.cuda.current_stream(q.device).cuda_stream)
+
+
+attention_decode_quant = attention_decode
+attention_prefill_quant = attention_prefill
 
 
 def _check_fixed(q: torch.Tensor, k_cache: torch.Tensor) -> None:
@@ -154,7 +167,7 @@ def _arguments(
     sinks: torch.Tensor,
     window: int,
     scale: float,
-    out: torch.Tensor,
+    outputs: tuple[torch.Tensor, ...],
     options: Options,
 ) -> AttentionArgs:
     tokens, heads, head_dim = q.shape
@@ -180,7 +193,8 @@ def _arguments(
         first_block=None if first_block is None else first_block.data_ptr(),
         context_lens=context_lens.data_ptr(),
         sinks=sinks.data_ptr(),
-        out=out.data_ptr(),
+        out=outputs[0].data_ptr(),
+        out_scale=outputs[1].data_ptr() if len(outputs) > 1 else None,
     )
 
 

@@ -158,12 +158,22 @@ def _rope(op: str, values: Values, sizes: Sizes) -> None:
         )
 
 
+def _dense_rope(op: str, values: Values, sizes: Sizes) -> None:
+    _block_tokens(op, values, sizes)
+    _dense_fp8(op, values, sizes)
+    wanted = [count * sizes["D"] for count in (sizes["heads"], sizes["kv_heads"], sizes["kv_heads"])]
+    if list(values["segments"]) != wanted:
+        raise ArgumentError(f"{op}: segments are {list(values['segments'])}; the rows of q, k and v are {wanted}")
+
+
 def _attention(op: str, values: Values, sizes: Sizes) -> None:
     _block_tokens(op, values, sizes)
     if sizes["heads"] % sizes["kv_heads"]:
         raise ArgumentError(f"{op}: {sizes['heads']} query heads are not a multiple of {sizes['kv_heads']} KV heads")
     if values["window"] < 0:
         raise ArgumentError(f"{op}: window is {values['window']}; 0 means none")
+    if sizes.get("K", sizes["heads"] * sizes["D"]) != sizes["heads"] * sizes["D"]:
+        raise ArgumentError(f"{op}: quantised has {sizes['K']} columns; {sizes['heads']} heads have {sizes['D']} each")
 
 
 def _decode(op: str, values: Values, sizes: Sizes) -> None:
@@ -246,6 +256,9 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "rope_kv_append": _rope,
     "attention_prefill": _attention,
     "attention_decode": _decode,
+    "dense_fp8_rope_kv_append": _dense_rope,
+    "attention_prefill_quant": _attention,
+    "attention_decode_quant": _decode,
     "moe_route": _route,
     "rmsnorm_route": _route,
     "moe_gate_up": _gate_up,

@@ -6,6 +6,9 @@ no arithmetic of its own. Arguments come checked; their number is the schema's.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from gptoss_trt.ops.cpu_weights import dense_fp8_product, dense_product, expert_products
@@ -107,6 +110,27 @@ def rope_kv_append(
     rope_reference.store_kv(v, slots, v_scale, v_cache)
 
 
+def dense_fp8_rope_kv_append(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    segments: list[int],
+    bias: Tensor | None,
+    positions: Tensor,
+    cos_sin: Tensor,
+    slots: Tensor,
+    k_scale: float,
+    v_scale: float,
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+) -> None:
+    qkv = torch.empty((len(x), len(weight)), dtype=torch.bfloat16)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
+    rope_kv_append(qkv, positions, cos_sin, slots, k_scale, v_scale, q, k_cache, v_cache)
+
+
 def attention_prefill(
     q: Tensor,
     k_cache: Tensor,
@@ -144,6 +168,21 @@ def attention_decode(
 ) -> None:
     kv = PagedKv(k_cache, v_cache, block_table, first_block, k_scale, v_scale)
     out.copy_(attention_reference.attention_decode(q, kv, context_lens, sinks, window=window, scale=scale))
+
+
+def attention_prefill_quant(q: Tensor, *arguments: Any) -> None:
+    _quantise_output(attention_prefill, q, arguments)
+
+
+def attention_decode_quant(q: Tensor, *arguments: Any) -> None:
+    _quantise_output(attention_decode, q, arguments)
+
+
+def _quantise_output(attend: Callable[..., None], q: Tensor, arguments: tuple[Any, ...]) -> None:
+    *inputs, quantised, scales = arguments
+    out = torch.empty_like(q)
+    attend(q, *inputs, out)
+    act_quant(out.flatten(1), 128, quantised, scales)
 
 
 def sample(

@@ -1,4 +1,5 @@
-"""dense and dense_fp8 on libgptoss_trt.so: few tokens of both, any number of FP8; the rest goes to cuBLAS and Triton.
+"""dense and dense_fp8 on libgptoss_trt.so: few tokens of both, any number of FP8, with rotation and append behind it
+where q, k and v are made; the rest goes to cuBLAS and Triton.
 
 Invariant: which of them runs depends on shapes and the plan (plan.py) alone, so a captured graph fixes it. For one
 choice a token's result does not depend on the others; another number of tokens may have another choice, which rounds
@@ -16,6 +17,7 @@ from gptoss_trt.ops import library, plan
 from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, DenseFp8Args, OutDtype
 from gptoss_trt.triton_kernels import dense as triton_dense
 from gptoss_trt.triton_kernels.act_quant import quantised
+from gptoss_trt.triton_kernels.rope_kv_append import rope_kv_append
 
 # The built-in rule, where no plan names the shape.
 # Measured on an H200: at 16 tokens cuBLAS takes 10.2 us for qkv and the kernel 13.3; in FP8 tiles take 7.4 to 7.7 us at
@@ -26,6 +28,7 @@ MOST_COLUMNS = 4096
 COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
 MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here (FP8: tiles 151 us)
 SEGMENT_ROWS = 8
+HEAD_DIM = 64  # that the library's dense_fp8 rotates
 TILE_COLUMNS = 16  # dense_fp8 of the library: K is a multiple of them
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
 _OPS = {DenseFormat.BF16: "dense", DenseFormat.FP8: "dense_fp8"}  # of a plan
@@ -116,6 +119,43 @@ def act_dense_fp8(
         dense_fp8(*quantised(x), weight, weight_scale, segments, bias, out)
 
 
+def takes_rotation(weight: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> bool:
+    """Whether `dense_fp8_tiles` can end with rotation and append: heads of 64 columns, a bf16 cache."""
+    block_tokens = k_cache.shape[2]
+    whole = block_tokens & (block_tokens - 1) == 0
+    return k_cache.dtype == torch.bfloat16 and q.shape[2] == HEAD_DIM and whole and weight.shape[1] % TILE_COLUMNS == 0
+
+
+def dense_fp8_rope_kv_append(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py: one kernel where tiles take the product, else two and the q, k and v
+    between them. Runs on the current stream. Raises LibraryError when a call fails."""
+    if takes_rotation(weight, q, k_cache) and not takes(DenseFormat.FP8, x, weight, segments):
+        args = _tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, q, tiles_for(len(x), *weight.shape))
+        args.kv_heads, args.block_tokens = k_cache.shape[1], k_cache.shape[2]
+        args.positions, args.slots, args.cos_sin = positions.data_ptr(), slots.data_ptr(), cos_sin.data_ptr()
+        args.k_cache, args.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
+        _launch_tiles(args, x.device)
+        return
+    qkv = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
+    rope_kv_append(qkv, positions, cos_sin, slots, k_scale, v_scale, q, k_cache, v_cache)
+
+
 def takes_tiles(x: torch.Tensor, weight: torch.Tensor, segments: list[int]) -> bool:
     """Whether `dense_fp8_tiles` takes the product of x [T, K] and weight [N, K]."""
     return x.shape[1] % TILE_COLUMNS == 0 and all(rows % SEGMENT_ROWS == 0 for rows in [*segments, len(weight)])
@@ -133,8 +173,21 @@ def dense_fp8_tiles(
 ) -> None:
     """dense_fp8 on tensor cores, cut as `tiles` says. Runs on the current stream. Raises LibraryError when the call
     fails."""
+    _launch_tiles(_tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, out, tiles), x.device)
+
+
+def _tiles_arguments(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    tiles: Tiles,
+) -> DenseFp8Args:
     first = _two_segments(segments, len(weight))
-    args = DenseFp8Args(
+    return DenseFp8Args(
         flags=library.DEPENDENT_LAUNCH,
         out_dtype=_OUT_DTYPES[out.dtype],
         tokens=x.shape[0],
@@ -151,8 +204,11 @@ def dense_fp8_tiles(
         bias=None if bias is None else bias.data_ptr(),
         out=out.data_ptr(),
     )
-    with torch.cuda.device(x.device):
-        library.load().dense_fp8(args, torch.cuda.current_stream(x.device).cuda_stream)
+
+
+def _launch_tiles(args: DenseFp8Args, device: torch.device) -> None:
+    with torch.cuda.device(device):
+        library.load().dense_fp8(args, torch.cuda.current_stream(device).cuda_stream)
 
 
 def _two_segments(segments: list[int], rows: int) -> list[int]:

@@ -21,7 +21,8 @@ _KERNELS = "gptoss_trt.triton_kernels"
 INVARIANT = "invariant"  # the implementation whose results do not depend on the batch (invariant.py)
 _INVARIANT_OPS = (
     "dense", "dense_fp8", "act_dense_fp8", "rmsnorm_quant", "rmsnorm_route", "moe_route", "moe_combine",
-    "moe_combine_norm", "attention_prefill", "attention_decode", "moe_gate_up", "moe_down",
+    "moe_combine_norm", "attention_prefill", "attention_decode", "attention_prefill_quant", "attention_decode_quant",
+    "dense_fp8_rope_kv_append", "moe_gate_up", "moe_down",
 )  # fmt: skip
 
 # (op, implementation's name) -> "module:function".
@@ -36,6 +37,9 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:rope_kv_append",
     ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
     ("attention_decode", "triton"): f"{_KERNELS}.attention:attention_decode",
+    ("dense_fp8_rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:dense_fp8_rope_kv_append",
+    ("attention_prefill_quant", "triton"): f"{_KERNELS}.attention:attention_prefill_quant",
+    ("attention_decode_quant", "triton"): f"{_KERNELS}.attention:attention_decode_quant",
     ("moe_route", "triton"): f"{_KERNELS}.moe_route:moe_route",
     ("rmsnorm_route", "triton"): f"{_KERNELS}.rmsnorm_route:rmsnorm_route",
     ("moe_gate_up", "triton"): f"{_KERNELS}.moe_gemm_fp8:moe_gate_up",
@@ -48,6 +52,9 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("attention_decode", "cuda"): "gptoss_trt.ops.attention:attention_decode",
     ("attention_prefill", "flashinfer"): "gptoss_trt.ops.attention_flashinfer:attention_prefill",
     ("attention_decode", "flashinfer"): "gptoss_trt.ops.attention_flashinfer:attention_decode",
+    ("attention_prefill_quant", "cuda"): "gptoss_trt.ops.attention:attention_prefill_quant",
+    ("attention_decode_quant", "cuda"): "gptoss_trt.ops.attention:attention_decode_quant",
+    ("dense_fp8_rope_kv_append", "cuda"): "gptoss_trt.ops.dense:dense_fp8_rope_kv_append",
     ("dense", "cuda"): "gptoss_trt.ops.dense:dense",
     ("dense_fp8", "cuda"): "gptoss_trt.ops.dense:dense_fp8",
     ("act_dense_fp8", "cuda"): "gptoss_trt.ops.dense:act_dense_fp8",

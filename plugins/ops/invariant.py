@@ -8,6 +8,7 @@ here; an op that is not listed here has no such choice. Must not know layers or 
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from gptoss_trt.ops.library import Plan
 from gptoss_trt.triton_kernels import dense_invariant
 from gptoss_trt.triton_kernels import moe_route as triton_route
 from gptoss_trt.triton_kernels import rmsnorm_quant as triton_norm
+from gptoss_trt.triton_kernels.rope_kv_append import rope_kv_append
 
 Tensor = torch.Tensor
 
@@ -26,6 +28,21 @@ EXPERTS = moe_gemm_fp8.Options(Plan.WGMMA, k_split=1, flags=library.DEPENDENT_LA
 dense = dense_invariant.dense
 dense_fp8 = dense_invariant.dense_fp8
 act_dense_fp8 = dense_invariant.act_dense_fp8
+
+
+def dense_fp8_rope_kv_append(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    segments: list[int],
+    bias: Tensor | None,
+    *rotation: Any,
+) -> None:
+    """The op of that name; see ops/schemas.py. Allocates q, k and v between its two kernels."""
+    qkv = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
+    rope_kv_append(qkv, *rotation)
 
 
 def _warps(residual: Tensor) -> int:
@@ -113,5 +130,7 @@ def rmsnorm_route(
 # Each token as in decode: prompts read their keys once a token. Raise ValueError for what the library does not take.
 attention_decode = functools.partial(library_attention.attention_decode, options=ATTENTION)
 attention_prefill = functools.partial(library_attention.attention_prefill, options=ATTENTION)
+attention_decode_quant = attention_decode
+attention_prefill_quant = attention_prefill
 moe_gate_up = functools.partial(moe_gemm_fp8.moe_gate_up, options=EXPERTS)
 moe_down = functools.partial(moe_gemm_fp8.moe_down, options=EXPERTS)

@@ -141,6 +141,7 @@ class AttentionArgs(_Sized):
         ("context_lens", ctypes.c_void_p),
         ("sinks", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("out_scale", ctypes.c_void_p),
         ("tickets", ctypes.c_void_p),
         ("workspace", ctypes.c_void_p),
         ("workspace_bytes", ctypes.c_uint64),
@@ -189,6 +190,13 @@ class DenseFp8Args(_Sized):
         ("weight_scale", ctypes.c_void_p),
         ("bias", ctypes.c_void_p),
         ("out", ctypes.c_void_p),
+        ("kv_heads", ctypes.c_int32),
+        ("block_tokens", ctypes.c_int32),
+        ("positions", ctypes.c_void_p),
+        ("slots", ctypes.c_void_p),
+        ("cos_sin", ctypes.c_void_p),
+        ("k_cache", ctypes.c_void_p),
+        ("v_cache", ctypes.c_void_p),
     )
 
 

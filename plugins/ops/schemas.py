@@ -117,6 +117,14 @@ _TABLE = (
         saturate(v / v_scale); for bf16 caches both scales are 1.""",
     ),
     OpSchema(
+        "dense_fp8_rope_kv_append",
+        "Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, int[] segments, Tensor? bias, Tensor positions, "
+        "Tensor cos_sin, Tensor slots, float k_scale, float v_scale, Tensor(a!) q, Tensor(b!) k_cache, "
+        "Tensor(c!) v_cache",
+        """dense_fp8 into a bf16 qkv, then rope_kv_append of it: one phase. Shapes as in those two; segments are the
+        rows of q, k and v.""",
+    ),
+    OpSchema(
         "attention_prefill",
         "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor? first_block, Tensor query_start, "
         "Tensor context_lens, Tensor sinks, int window, float scale, float k_scale, float v_scale, Tensor(a!) out",
@@ -136,6 +144,22 @@ _TABLE = (
         """attention_prefill for the same number of new tokens in every sequence: T / S, at most 8 (1 in plain decode).
         A KV range split over blocks merges (o, lse); the sink enters in the merge only. Sequences with context_len 0
         (padding) get zeros.""",
+    ),
+    OpSchema(
+        "attention_prefill_quant",
+        "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor? first_block, Tensor query_start, "
+        "Tensor context_lens, Tensor sinks, int window, float scale, float k_scale, float v_scale, "
+        "Tensor(a!) quantised, Tensor(b!) scales",
+        """attention_prefill, then act_quant(out, 128) of a token's heads side by side: one phase.
+
+        quantised e4m3 [T, heads * head_dim]; scales fp32 [ceil(heads * head_dim / 128), T].""",
+    ),
+    OpSchema(
+        "attention_decode_quant",
+        "Tensor q, Tensor k_cache, Tensor v_cache, Tensor block_table, Tensor? first_block, "
+        "Tensor context_lens, Tensor sinks, int window, float scale, float k_scale, float v_scale, "
+        "Tensor(a!) quantised, Tensor(b!) scales",
+        """attention_decode with the output of attention_prefill_quant.""",
     ),
     OpSchema(
         "feed",

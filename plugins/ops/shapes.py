@@ -46,8 +46,9 @@ _PAGED = (
     TensorShape("first_block", "S", _I32),
     TensorShape("context_lens", "S", _I32),
     TensorShape("sinks", "heads", _BF16),
-    TensorShape("out", "T heads D", _BF16),
 )
+_ATTENDED = (*_PAGED, TensorShape("out", "T heads D", _BF16))
+_ATTENDED_QUANT = (*_PAGED, TensorShape("quantised", "T K", FP8), TensorShape("scales", "K/128 T", F32))
 _ROWS = (
     TensorShape("expert_offsets", "E+1", _I32),
     TensorShape("active_experts", "E+1", _I32),
@@ -113,8 +114,18 @@ TENSORS: dict[str, tuple[TensorShape, ...]] = {
         TensorShape("slots", "T", _I32),
     ),
     "rope_kv_append": (*_ROTATED, TensorShape("qkv", "T _", _BF16)),
-    "attention_prefill": (*_PAGED, TensorShape("query_start", "S+1", _I32)),
-    "attention_decode": _PAGED,
+    "dense_fp8_rope_kv_append": (
+        TensorShape("x", "T K", FP8),
+        TensorShape("x_scale", "K/128 T", F32),
+        TensorShape("weight", "N K", FP8),
+        TensorShape("weight_scale", "_ K/128", F32),
+        TensorShape("bias", "N", _BF16),
+        *_ROTATED,
+    ),
+    "attention_prefill": (*_ATTENDED, TensorShape("query_start", "S+1", _I32)),
+    "attention_decode": _ATTENDED,
+    "attention_prefill_quant": (*_ATTENDED_QUANT, TensorShape("query_start", "S+1", _I32)),
+    "attention_decode_quant": _ATTENDED_QUANT,
     "moe_route": (
         TensorShape("x", "T H", _BF16),
         TensorShape("weight", "experts H", _BF16),

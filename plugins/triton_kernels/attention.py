@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from gptoss_trt.triton_kernels import dependent
+from gptoss_trt.triton_kernels.act_quant import act_quant
 from gptoss_trt.triton_kernels.dependent import DEPENDENT
 from gptoss_trt.triton_kernels.numerics import dot, to_bf16
 
@@ -395,3 +396,52 @@ def attention_decode(
         _merge_kernel[(tokens * heads,)](
             part_out, part_top, part_sum, sinks, out, HEADS=heads, D=head_dim, SPLITS=splits, num_warps=4, **DEPENDENT
         )
+
+
+def attention_prefill_quant(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    first_block: torch.Tensor | None,
+    query_start: torch.Tensor,
+    context_lens: torch.Tensor,
+    sinks: torch.Tensor,
+    window: int,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Allocates the output between its kernels."""
+    out = torch.empty_like(q)
+    attention_prefill(
+        q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, window, scale, k_scale,
+        v_scale, out,
+    )  # fmt: skip
+    act_quant(out.flatten(1), 128, quantised, scales)
+
+
+def attention_decode_quant(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    first_block: torch.Tensor | None,
+    context_lens: torch.Tensor,
+    sinks: torch.Tensor,
+    window: int,
+    scale: float,
+    k_scale: float,
+    v_scale: float,
+    quantised: torch.Tensor,
+    scales: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Allocates the output between its kernels."""
+    out = torch.empty_like(q)
+    attention_decode(
+        q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale,
+        out,
+    )  # fmt: skip
+    act_quant(out.flatten(1), 128, quantised, scales)

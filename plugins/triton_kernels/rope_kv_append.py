@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from gptoss_trt.triton_kernels.dense import dense_fp8
 from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import saturate_e4m3, to_bf16
 
@@ -147,3 +148,25 @@ def rope_kv_append(
         HEADS=heads, KV_HEADS=kv_heads, HALF=head_dim // 2, BLOCK_TOKENS=block_tokens,
         FP8=k_cache.dtype == torch.float8_e4m3fn, TILE=HEAD_TILE, num_warps=2, **DEPENDENT,
     )  # fmt: skip
+
+
+def dense_fp8_rope_kv_append(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    positions: torch.Tensor,
+    cos_sin: torch.Tensor,
+    slots: torch.Tensor,
+    k_scale: float,
+    v_scale: float,
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Allocates q, k and v between its two kernels."""
+    qkv = torch.empty((len(x), len(weight)), dtype=torch.bfloat16, device=x.device)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, qkv)
+    rope_kv_append(qkv, positions, cos_sin, slots, k_scale, v_scale, q, k_cache, v_cache)

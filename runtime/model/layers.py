@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,14 +17,14 @@ from gptoss_trt.ops import ops, plan
 from gptoss_trt.ops.prepare import PREFILL_ROWS, prefill_bytes, prefill_experts, prepare_dense, prepare_experts
 from gptoss_trt.runtime.model.collectives import Group
 from gptoss_trt.runtime.model.loader import RankWeights
-from gptoss_trt.runtime.model.step import Ends, Step
+from gptoss_trt.runtime.model.step import Ends, Pool, Step
 
 E4M3 = torch.float8_e4m3fn
 
 
 @dataclass(frozen=True)
 class Normed:
-    """A norm's output, what the product that follows reads: bf16 [T, H], or quantised e4m3 [T, H] with scales fp32
+    """What the product that follows a norm or attention reads: bf16 [T, H], or quantised e4m3 [T, H] with scales fp32
     [ceil(H / 128), T]."""
 
     values: torch.Tensor | None
@@ -74,19 +75,19 @@ class Dense:
         """[T, K] -> [T, N] in dtype bf16 or fp32."""
         if x.quantised is None:
             assert x.values is not None
-            return self.of(x.values, dtype)
+            out = self._empty(x.values, dtype)
+            ops.dense(x.values, self.weight, self.bias, out)
+            return out
         out = self._empty(x.quantised, dtype)
         ops.dense_fp8(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, out)
         return out
 
-    def of(self, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The same of a bf16 activation [T, K]."""
-        out = self._empty(values, dtype)
-        if self.fp8:
-            ops.act_dense_fp8(values, self.weight, self.scale, self._segments, self.bias, out)
-        else:
-            ops.dense(values, self.weight, self.bias, out)
-        return out
+    def rope_kv_append(self, x: Normed, rotation: tuple[Any, ...]) -> None:
+        """The product of a quantised activation, and the op of that name with it; `rotation` is what that op takes
+        behind qkv."""
+        ops.dense_fp8_rope_kv_append(
+            x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, *rotation
+        )
 
     def _empty(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((len(x), self.weight.shape[0]), dtype=dtype, device=x.device)
@@ -118,20 +119,33 @@ class Attention:
     ) -> torch.Tensor:
         """What this layer adds to the residual, bf16 [T, H], or [S, H] of the rows of `ends`. Appends to kv."""
         pool = step.window if self._window else step.full
-        qkv = self.qkv(x)
-        shape = (step.tokens, self._heads, self._head_dim)
-        q = torch.empty(shape, dtype=torch.bfloat16, device=qkv.device)
-        ops.rope_kv_append(qkv, step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        q = self._query(x, step, pool, kv, cos_sin)
         if ends is not None:
             q = q[ends.rows]  # torch's kernel: between it and the keys' writer there must be one (ops/attention.py)
-        out = torch.empty_like(q)
+        out = Normed.empty(q.flatten(1), self.out.fp8)
         where = (pool.block_table, pool.first_block)
-        how = (self.sinks, self._window, self._head_dim**-0.5, *self._kv_scales, out)
+        how = (self.sinks, self._window, self._head_dim**-0.5, *self._kv_scales)
+        outputs = (out.quantised, out.scales) if out.values is None else (out.values.view(q.shape),)
         if step.single or ends is not None:
-            ops.attention_decode(q, *kv, *where, step.context_lens, *how)
+            decode = ops.attention_decode_quant if self.out.fp8 else ops.attention_decode
+            decode(q, *kv, *where, step.context_lens, *how, *outputs)
         else:
-            ops.attention_prefill(q, *kv, *where, step.query_start, step.context_lens, *how)
-        return reduce_partial(lambda dtype: self.out.of(out.flatten(1), dtype), self._group)
+            prefill = ops.attention_prefill_quant if self.out.fp8 else ops.attention_prefill
+            prefill(q, *kv, *where, step.query_start, step.context_lens, *how, *outputs)
+        return reduce_partial(lambda dtype: self.out(out, dtype), self._group)
+
+    def _query(
+        self, x: Normed, step: Step, pool: Pool, kv: tuple[torch.Tensor, torch.Tensor], cos_sin: torch.Tensor
+    ) -> torch.Tensor:
+        """The rotated queries, bf16 [T, heads, head_dim]; keys and values go to kv."""
+        shape = (step.tokens, self._heads, self._head_dim)
+        q = torch.empty(shape, dtype=torch.bfloat16, device=cos_sin.device)
+        rotation = (step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        if x.quantised is None:
+            ops.rope_kv_append(self.qkv(x), *rotation)
+        else:
+            self.qkv.rope_kv_append(x, rotation)
+        return q
 
 
 Prepared = tuple[torch.Tensor, torch.Tensor, str]  # weight, scale, layout

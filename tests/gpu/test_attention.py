@@ -82,6 +82,29 @@ class Paged:
             attention.attention_prefill(*where, self.sinks, self.window, 0.125, 1.0, 1.0, out, options=options)
         return out
 
+    def quantised(
+        self, prefill: bool, options: attention.Options = attention.DEFAULT
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Codes [T, heads * D] and scales of the output in e4m3."""
+        tokens, heads = self.q.shape[:2]
+        codes = torch.full((tokens, heads * D), 77.0, device=self.q.device).to(torch.float8_e4m3fn)
+        scales = torch.full((heads * D // 128, tokens), 77.0, device=self.q.device)
+        where = (self.q, self.k, self.v, self.table, self.first)
+        how = (self.contexts, self.sinks, self.window, 0.125, 1.0, 1.0, codes, scales)
+        if prefill:
+            attention.attention_prefill(*where, self.starts, *how, options=options)
+        else:
+            attention.attention_decode(*where, *how, options=options)
+        return codes, scales
+
+
+def assert_quantises(out: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """That codes and scales are act_quant of the bf16 output, but for the sign of zeros."""
+    wanted, unit = torch.empty_like(codes), torch.empty_like(scales)
+    OPS.act_quant(out.flatten(1), 128, wanted, unit)
+    assert torch.equal(scales, unit)
+    assert torch.equal(codes.float(), wanted.float())
+
 
 def worst(got: torch.Tensor, want: torch.Tensor) -> float:
     got, want = got.cpu().float(), want.float()
@@ -140,6 +163,23 @@ def test_prefill_in_every_plan(contexts: list[int], fresh: list[int], window: in
         got = card.prefill(options(plan))
         assert worst(got, want) < TOLERANCE, plan
         assert torch.count_nonzero(got[-30:]) == 0
+
+
+@pytest.mark.parametrize("kv_heads", [8, 1])
+@pytest.mark.parametrize("window", [0, 128])
+def test_quantised_output_is_that_of_the_other(window: int, kv_heads: int) -> None:
+    contexts = [1, 15, 129, 1025, 3000, 0]
+    card = Paged.make(contexts, [1] * len(contexts), window, kv_heads, width=0 if window else 64).cuda()
+    for plan in DECODE_PLANS:
+        for parts in (0,) if window else (0, 1, 5):
+            chosen = options(plan, parts)
+            assert_quantises(card.decode(chosen), *card.quantised(False, chosen))
+    card = Paged.make([300, 1, 129, 70, 1000], [300, 1, 129, 5, 200], window, kv_heads, padding=30).cuda()
+    card.q[7] *= 1e4  # one key's value alone
+    for plan in (0, 1, 2, 3) if window else (0, 1, 2):
+        assert_quantises(card.prefill(options(plan)), *card.quantised(True, options(plan)))
+    few = Paged.make([300, 129, 20], [3, 1, 5], window, kv_heads, padding=3).cuda()
+    assert_quantises(few.prefill(), *few.quantised(True))
 
 
 def test_a_chunk_gives_what_the_whole_prompt_gives() -> None:

@@ -299,6 +299,41 @@ def test_slots_and_rope() -> None:
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=2**-7)
 
 
+@pytest.mark.parametrize("tiles", ["", "64/1", "64/2", "64/3", "128/1", "128/2", "256/1"])
+@pytest.mark.parametrize("tokens", [1, 5, 17, 64, 65, 200, 700])
+def test_dense_fp8_rope_kv_append_is_its_two_ops(tokens: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In every cut of the product; tokens without a slot leave the cache alone. Heads of two ranks and of eight."""
+    from gptoss_trt.ops import dense
+
+    if tiles:
+        monkeypatch.setattr(dense, "takes", lambda *_: False)
+        monkeypatch.setattr(dense, "tiles_for", lambda *_: dense._tiles_of(tiles))
+    for heads, kv_heads in ((HEADS, KV_HEADS), (8, 1)):
+        segments = [heads * D, kv_heads * D, kv_heads * D]
+        rows = sum(-(-segment // 128) for segment in segments)
+        x, x_scale = torch.randn(tokens, H).to(E4M3).cuda(), torch.rand(23, tokens).cuda()
+        weight, unit = torch.randn(sum(segments), H).to(E4M3).cuda(), torch.rand(rows, 23).cuda() / 50
+        bias, cos_sin = bf16(sum(segments)).cuda(), torch.randn(4096, D).cuda()
+        positions = torch.randint(4096, (tokens,)).to(torch.int32).cuda()
+        slots = torch.randperm(16 * BLOCK_TOKENS)[:tokens].to(torch.int32).cuda()
+        slots[tokens // 3 :: 7] = -1
+        want, got = (
+            [poisoned(tokens, heads, D, dtype=torch.bfloat16).cuda()]
+            + [poisoned(16, kv_heads, BLOCK_TOKENS, D, dtype=torch.bfloat16).cuda() for _ in "kv"]
+            for _ in range(2)
+        )
+        qkv = torch.empty(tokens, sum(segments), dtype=torch.bfloat16, device="cuda")
+        dense.dense_fp8(x, x_scale, weight, unit, segments, bias, qkv)
+        OPS.rope_kv_append(qkv, positions, cos_sin, slots, 1.0, 1.0, *want)
+        OPS.dense_fp8_rope_kv_append(
+            x, x_scale, weight, unit, segments, bias, positions, cos_sin, slots, 1.0, 1.0, *got
+        )
+        for a, b in zip(got, want, strict=True):
+            assert float((a != b).float().mean()) < 1e-3  # one ulp where a fused multiply-add rounds once
+            torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=2**-7)
+        exact(got[2].cpu(), want[2].cpu())
+
+
 def paged(contexts: list[int], window: int) -> tuple[torch.Tensor, ...]:
     """k, v, table, first block: blocks below the window are not kept; unused blocks hold NaN."""
     needed = [-(-context // BLOCK_TOKENS) for context in contexts]

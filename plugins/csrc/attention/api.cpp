@@ -67,6 +67,7 @@ gptoss_trt_status check_pointers(const Args& args, bool prefill, bool split) {
       {"context_lens", args.context_lens, 4, true},
       {"sinks", args.sinks, 2, true},
       {"out", args.out, 16, true},
+      {"out_scale", args.out_scale, 4, args.out_scale != nullptr},
       {"tickets", args.tickets, 4, split},
       {"workspace", args.workspace, 256, split},
   };
@@ -108,7 +109,8 @@ gptoss_trt_status decode(const Args& args, gptoss_trt_stream stream) {
   p.context_lens = args.context_lens;
   p.query_start = args.query_start;
   p.sinks = static_cast<const uint16_t*>(args.sinks);
-  p.out = static_cast<uint16_t*>(args.out);
+  p.out = args.out;
+  p.out_scale = args.out_scale;
   p.sequences = args.sequences;
   p.queries = args.tokens / args.sequences;
   if (plan.parts > 1) {
@@ -149,7 +151,8 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
   p.query_start = args.query_start;
   p.context_lens = args.context_lens;
   p.sinks = static_cast<const uint16_t*>(args.sinks);
-  p.out = static_cast<uint16_t*>(args.out);
+  p.out = args.out;
+  p.out_scale = args.out_scale;
   p.scale_log2 = args.scale * kLog2E;
   p.tokens = args.tokens;
   p.sequences = args.sequences;

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/quantise.cuh"
 #include "attention/warp_mma.cuh"
 #include "core/ptx.cuh"
 
@@ -176,6 +177,26 @@ __device__ __forceinline__ float with_sink(float value, float maximum, float tot
   return value * (kept / (total * kept + exp2_fast(sink2 - higher)));
 }
 
+// Four neighbouring columns of this block's (token, KV head) to `out`. All lanes of a warp come
+// here with 128 columns in their order: a group that shares a scale.
+__device__ __forceinline__ void write_columns(const DecodeParams& p, int64_t first_head, int place,
+                                              float a, float b, float c, float d) {
+  const int64_t at = first_head * kHeadDim + place;
+  const uint32_t words[2] = {pack_bf16(a, b), pack_bf16(c, d)};
+  if (p.out_scale == nullptr) {
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + at) = make_uint2(words[0], words[1]);
+    return;
+  }
+  const float scale = group_scale(most_over_lanes<32>(most_of(words)));
+  const GroupDivision divide(scale);
+  *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.out) + at) =
+      code_pair(words[0], divide) | code_pair(words[1], divide) << 16;
+  if ((threadIdx.x & 31) == 0) {
+    const int group = (blockIdx.x * kOutValues + place) / kScaleChannels;
+    p.out_scale[static_cast<int64_t>(group) * gridDim.z + blockIdx.z] = scale;
+  }
+}
+
 // The parts of one (token, KV head), added in their order by the block that came last.
 template <int kWarps>
 __device__ __forceinline__ void merge_parts(const DecodeParams& p, DecodeShared<kWarps>& shared,
@@ -213,10 +234,9 @@ __device__ __forceinline__ void merge_parts(const DecodeParams& p, DecodeShared<
     }
     const float top = shared.merged_top[query], total = shared.merged_total[query];
     const float sink = shared.sink[query];
-    const uint2 words = make_uint2(
-        pack_bf16(with_sink(sum.x, top, total, sink), with_sink(sum.y, top, total, sink)),
-        pack_bf16(with_sink(sum.z, top, total, sink), with_sink(sum.w, top, total, sink)));
-    *reinterpret_cast<uint2*>(p.out + first_head * kHeadDim + place) = words;
+    write_columns(p, first_head, place, with_sink(sum.x, top, total, sink),
+                  with_sink(sum.y, top, total, sink), with_sink(sum.z, top, total, sink),
+                  with_sink(sum.w, top, total, sink));
   }
 }
 
@@ -264,10 +284,9 @@ __device__ __forceinline__ void merge_warps(const DecodeParams& p, DecodeShared<
       continue;
     }
     const float sink = shared.sink[query];
-    const uint2 words = make_uint2(
-        pack_bf16(with_sink(sum.x, top, total, sink), with_sink(sum.y, top, total, sink)),
-        pack_bf16(with_sink(sum.z, top, total, sink), with_sink(sum.w, top, total, sink)));
-    *reinterpret_cast<uint2*>(p.out + first_head * kHeadDim + place) = words;
+    write_columns(p, first_head, place, with_sink(sum.x, top, total, sink),
+                  with_sink(sum.y, top, total, sink), with_sink(sum.z, top, total, sink),
+                  with_sink(sum.w, top, total, sink));
   }
 }
 

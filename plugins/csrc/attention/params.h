@@ -9,11 +9,12 @@
 namespace gptoss::attention {
 
 constexpr int kHeadDim = 64;
-constexpr int kGroup = 8;      // query heads of one KV head
-constexpr int kTileKeys = 16;  // keys that a warp of the decode kernel takes at once
-constexpr int kMaxParts = 32;  // of one sequence's keys: the merge gives each a lane
+constexpr int kGroup = 8;            // query heads of one KV head
+constexpr int kTileKeys = 16;        // keys that a warp of the decode kernel takes at once
+constexpr int kMaxParts = 32;        // of one sequence's keys: the merge gives each a lane
+constexpr int kScaleChannels = 128;  // of a token's output in e4m3, that share a scale: two heads
 
-// bf16 throughout; cache k, v [blocks, kv_heads, block_tokens, 64]; q, out [tokens, heads, 64].
+// bf16 but for `out`; cache k, v [blocks, kv_heads, block_tokens, 64]; q, out [tokens, heads, 64].
 struct DecodeParams {
   const uint16_t* q;
   const uint16_t* k;
@@ -23,7 +24,8 @@ struct DecodeParams {
   const int32_t* context_lens;  // [sequences]
   const int32_t* query_start;   // [sequences + 1], or null: as many tokens of every sequence
   const uint16_t* sinks;        // [heads]
-  uint16_t* out;
+  void* out;                    // bf16, or e4m3 with out_scale
+  float* out_scale;             // [heads / 2, tokens], or null
   float* partial_out;     // [tokens, kv_heads, parts, 8, 64], relative to partial_stats' maximum
   float2* partial_stats;  // [tokens, kv_heads, parts, 8]: maximum (log2), sum of weights
   uint32_t* tickets;      // [tokens, kv_heads], zero between calls
@@ -44,7 +46,8 @@ struct PrefillParams {
   const int32_t* query_start;  // [sequences + 1]
   const int32_t* context_lens;
   const uint16_t* sinks;
-  uint16_t* out;
+  void* out;         // bf16, or e4m3 with out_scale
+  float* out_scale;  // [heads / 2, tokens], or null
   float scale_log2;
   int tokens;
   int sequences;

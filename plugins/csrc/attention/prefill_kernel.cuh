@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/quantise.cuh"
 #include "attention/warp_mma.cuh"
 #include "attention/wgmma_bf16.cuh"
 #include "core/ptx.cuh"
@@ -136,10 +137,16 @@ __device__ __forceinline__ void zero_padding(const PrefillParams& p, int number,
                                              int kv_head) {
   const int begin = p.query_start[p.sequences] + number * queries;
   const int end = min(begin + queries, p.tokens);
-  constexpr int kWords = kGroup * kRowBytes / 16;
-  for (int i = threadIdx.x; i < (end - begin) * kWords; i += blockDim.x) {
-    const int64_t head = (static_cast<int64_t>(begin + i / kWords) * p.kv_heads + kv_head) * kGroup;
-    reinterpret_cast<uint4*>(p.out + head * kHeadDim)[i % kWords] = make_uint4(0, 0, 0, 0);
+  const int words = kGroup * kHeadDim * (p.out_scale == nullptr ? 2 : 1) / 16;
+  for (int i = threadIdx.x; i < (end - begin) * words; i += blockDim.x) {
+    const int64_t run = static_cast<int64_t>(begin + i / words) * p.kv_heads + kv_head;
+    static_cast<uint4*>(p.out)[run * words + i % words] = make_uint4(0, 0, 0, 0);
+  }
+  if (p.out_scale == nullptr) return;
+  constexpr int kScales = kGroup * kHeadDim / kScaleChannels;  // of zeros: 1
+  for (int i = threadIdx.x; i < (end - begin) * kScales; i += blockDim.x) {
+    const int64_t row = kv_head * kScales + i % kScales;
+    p.out_scale[row * p.tokens + begin + i / kScales] = 1.f;
   }
 }
 
@@ -327,12 +334,32 @@ __device__ __forceinline__ void write_rows(const PrefillParams& p, const Prefill
     const float kept = exp2_fast(top - higher);
     const float factor = kept / (total * kept + exp2_fast(sink2 - higher));
     if (token + row >= tile.end) continue;
-    uint32_t* target = reinterpret_cast<uint32_t*>(
-        p.out + (static_cast<int64_t>(token + row) * p.kv_heads * kGroup + head) * kHeadDim);
+    uint32_t words[8];  // columns 8j + 2t and the next
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      target[4 * j + t] =
-          pack_bf16(out[4 * j + 2 * row] * factor, out[4 * j + 2 * row + 1] * factor);
+      words[j] = pack_bf16(out[4 * j + 2 * row] * factor, out[4 * j + 2 * row + 1] * factor);
+    }
+    const int64_t at = (static_cast<int64_t>(token + row) * p.kv_heads * kGroup + head) * kHeadDim;
+    if (p.out_scale == nullptr) {
+      uint32_t* target = reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + at);
+#pragma unroll
+      for (int j = 0; j < 8; ++j) target[4 * j + t] = words[j];
+      continue;
+    }
+    const float scale = group_scale(most_over_lanes<8>(most_of(words)));  // of two heads
+    const GroupDivision divide(scale);
+    uint32_t codes[4];  // of columns 16i + 2t and the next, and of those 8 further
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      codes[i] = code_pair(words[2 * i], divide) | code_pair(words[2 * i + 1], divide) << 16;
+    }
+    turn_quad(codes);  // columns 16t + 2i and the next, and of those 8 further
+    reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) + at)[t] =
+        make_uint4(low_halves(codes[0], codes[1]), low_halves(codes[2], codes[3]),
+                   high_halves(codes[0], codes[1]), high_halves(codes[2], codes[3]));
+    if ((lane & 7) == 0) {
+      const int64_t group = head * kHeadDim / kScaleChannels;
+      p.out_scale[group * p.tokens + token + row] = scale;
     }
   }
 }

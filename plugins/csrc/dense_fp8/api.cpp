@@ -16,8 +16,30 @@ using Args = gptoss_trt_dense_fp8_args;
 
 constexpr const char* kCall = "dense_fp8";
 constexpr int kLeastTile = 64, kMostTile = 256;
+constexpr int kMostBlockTokens = 64;
 
 constexpr int blocks_of(int rows) { return (rows + kBlock - 1) / kBlock; }
+
+// q, k and v in whole heads.
+gptoss_trt_status check_rotation(const Args& args) {
+  const int64_t kv_rows = int64_t{args.kv_heads} * kHeadDim;
+  const Range ranges[] = {
+      {"kv_heads", args.kv_heads, 1, INT32_MAX / kHeadDim},
+      {"block_tokens", args.block_tokens, 1, kMostBlockTokens},
+      {"second_segment", args.second_segment, kv_rows, kv_rows},
+      {"n", args.n, args.first_segment + 2 * kv_rows, args.first_segment + 2 * kv_rows},
+      {"out_dtype", args.out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_BF16},
+  };
+  const auto status = check_ranges(kCall, ranges);
+  if (status != GPTOSS_TRT_OK) return status;
+  if (args.first_segment % kHeadDim != 0 || (args.block_tokens & (args.block_tokens - 1)) != 0) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT,
+                "dense_fp8: first_segment is %" PRId32 ", block_tokens %" PRId32
+                "; q has heads of %d rows, a block of keys a power of two",
+                args.first_segment, args.block_tokens, kHeadDim);
+  }
+  return GPTOSS_TRT_OK;
+}
 
 gptoss_trt_status check_sizes(const Args* args) {
   gptoss_trt_status status = check_struct(kCall, args);
@@ -49,6 +71,10 @@ gptoss_trt_status check_sizes(const Args* args) {
   if (args->tile_tokens == 3 * kLeastTile) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: tile_tokens is 192, not 64, 128 or 256");
   }
+  if (args->k_cache != nullptr) {
+    const auto status = check_rotation(*args);
+    if (status != GPTOSS_TRT_OK) return status;
+  }
   if (args->parts > 1 && args->tile_tokens == kMostTile) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT,
                 "dense_fp8: parts is %d with tile_tokens %d, which keep K whole", args->parts,
@@ -58,6 +84,7 @@ gptoss_trt_status check_sizes(const Args* args) {
 }
 
 gptoss_trt_status check_pointers(const Args& args) {
+  const bool rotates = args.k_cache != nullptr;
   const Need needs[] = {
       {"x", args.x, 16, true},
       {"x_scale", args.x_scale, 4, true},
@@ -65,6 +92,11 @@ gptoss_trt_status check_pointers(const Args& args) {
       {"weight_scale", args.weight_scale, 4, true},
       {"bias", args.bias, 8, args.bias != nullptr},
       {"out", args.out, 16, true},
+      {"k_cache", args.k_cache, 16, rotates},
+      {"v_cache", args.v_cache, 16, rotates},
+      {"cos_sin", args.cos_sin, 16, rotates},
+      {"positions", args.positions, 4, rotates},
+      {"slots", args.slots, 4, rotates},
   };
   return check_needs(kCall, needs);
 }
@@ -94,6 +126,13 @@ gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
   p.tiles = blocks_of(args.first_segment) + blocks_of(args.second_segment) +
             blocks_of(args.n - args.first_segment - args.second_segment);
   p.out_fp32 = args.out_dtype == GPTOSS_TRT_FP32;
+  p.k_cache = static_cast<uint16_t*>(args.k_cache);
+  p.v_cache = static_cast<uint16_t*>(args.v_cache);
+  p.positions = args.positions;
+  p.slots = args.slots;
+  p.cos_sin = args.cos_sin;
+  p.kv_heads = args.kv_heads;
+  while (1 << p.block_shift < args.block_tokens) ++p.block_shift;
   const Plan plan = plan_of(args, p, multiprocessors);
   const LaunchOptions options{(args.flags & GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH) != 0,
                               multiprocessors, static_cast<cudaStream_t>(stream)};

@@ -6,6 +6,8 @@
 //
 // The blocks of a cluster have parts of K and add their sums through each other's shared memory
 // (kSplit). The weights of the first stages are requested ahead of the wait for the kernel before.
+// With kRotates the rows of the weight are q, k and v, and the results go where rope_kv_append puts
+// them (rotate.cuh).
 //
 // Invariant: the order in which a result's products are added depends on K and the plan alone.
 #ifndef GPTOSS_TRT_DENSE_FP8_KERNEL_CUH_
@@ -16,10 +18,13 @@
 
 #include <cstdint>
 
+#include "core/bf16.cuh"
 #include "core/cluster.cuh"
 #include "core/ptx.cuh"
+#include "core/turn_quad.cuh"
 #include "dense_fp8/instructions.cuh"
 #include "dense_fp8/params.h"
+#include "dense_fp8/rotate.cuh"
 
 namespace gptoss::dense_fp8 {
 
@@ -34,10 +39,10 @@ constexpr int kConsumerRegisters = 224;
 constexpr int kProducerRegisters = 56;
 
 // kTokens: of a tile. kSplit: a cluster's blocks have parts of K.
-template <int kTileTokens, int kRingStages, bool kParts>
+template <int kTileTokens, int kRingStages, bool kParts, bool kTurns>
 struct Shape {
   static constexpr int kTokens = kTileTokens, kStages = kRingStages;
-  static constexpr bool kSplit = kParts;
+  static constexpr bool kSplit = kParts, kRotates = kTurns;
   // Of a warpgroup: rows of 64 tokens and columns of each.
   static constexpr int kHalves = kTokens == 256 ? 2 : 1;
   static constexpr int kColumns = kTokens == 64 ? kBlock / kConsumers : kBlock;
@@ -290,27 +295,6 @@ __device__ __forceinline__ void multiply_tile(const Memory<S>& memory, const Lan
   }
 }
 
-__device__ __forceinline__ uint32_t to_bf16_pair(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
-// a of the upper lane of a pair and b of the lower one change places.
-__device__ __forceinline__ void swap_across(uint32_t& a, uint32_t& b, int distance, bool upper) {
-  const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, distance);
-  a = upper ? other : a;
-  b = upper ? b : other;
-}
-
-// words[s] of lane t of four becomes words[t] of lane s: each has a run of the four's values.
-__device__ __forceinline__ void turn_quad(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  swap_across(words[0], words[1], 1, odd);
-  swap_across(words[2], words[3], 1, odd);
-  swap_across(words[0], words[2], 2, upper);
-  swap_across(words[1], words[3], 2, upper);
-}
-
 // The sums of a whole K to `out`.
 template <typename S>
 __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
@@ -341,7 +325,7 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane,
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const float* pair = sum[half] + 4 * (j + i) + 2 * row;
-          words[i] = to_bf16_pair(pair[0], pair[1]);
+          words[i] = bf16_pair(pair[0], pair[1]);
         }
         turn_quad(words);
         const int column = first + 8 * j;
@@ -349,6 +333,46 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane,
           *reinterpret_cast<uint4*>(out + column) =
               make_uint4(words[0], words[1], words[2], words[3]);
         }
+      }
+    }
+  }
+}
+
+// The same of q, k or v: each head's halves of a token are in one thread.
+template <typename S>
+__device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& lane,
+                                              const Tile& tile, const Sums<S>& sum) {
+  const Destination to(p, tile.block, tile.row);
+#pragma unroll
+  for (int half = 0; half < S::kHalves; ++half) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int token = tile.token + lane.token + half * 64 + row * 8;
+      const bool present = token < p.tokens;
+      const int column = threadIdx.x % 4 * 2;  // of a head's half, and 8i further
+      float2 cos[4], sin[4];
+      to.load_angles(p, present ? token : tile.token, column, cos, sin);
+      const int slot = to.slot(p, present ? token : tile.token);
+#pragma unroll
+      for (int j = 0; j < S::kColumns / 8; j += 8) {
+        uint32_t first[4], second[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* low = sum[half] + 4 * (j + i) + 2 * row;
+          const float* high = low + 4 * 4;
+          first[i] = bf16_pair(low[0], low[1]);
+          second[i] = bf16_pair(high[0], high[1]);
+          to.turn(cos[i], sin[i], first[i], second[i]);
+        }
+        turn_quad(first);
+        turn_quad(second);
+        const int head = lane.column / kHeadDim * kHeadDim + 8 * j;  // its first column in the tile
+        uint16_t* at = to.row(p, token, slot, head);
+        if (!present || at == nullptr || head >= tile.rows) continue;
+        at += threadIdx.x % 4 * 8;
+        *reinterpret_cast<uint4*>(at) = make_uint4(first[0], first[1], first[2], first[3]);
+        *reinterpret_cast<uint4*>(at + kHeadDim / 2) =
+            make_uint4(second[0], second[1], second[2], second[3]);
       }
     }
   }
@@ -380,17 +404,82 @@ __device__ __forceinline__ uint2 bias_of_thread(const Params& p, const Tile& til
   return __ldg(reinterpret_cast<const uint2*>(p.bias + tile.row + column));
 }
 
+// Of add_parts: a warp has a token at a time, a lane four neighbouring columns.
+constexpr int kQuads = kBlock / 4;
+constexpr int kTokensAtOnce = kThreads / kQuads;
+static_assert(kQuads == 32, "a warp has a token");
+
+// What the first of a thread's tokens are rotated by, asked for ahead of the sums.
+template <typename S, bool kUsed = S::kSplit && S::kRotates>
+struct Angles {
+  __device__ __forceinline__ Angles(const Params&, const Tile&) {}
+};
+
+template <typename S>
+struct Angles<S, true> {
+  static constexpr int kAhead = S::kTokens == 64 ? 3 : 1;
+  float4 cos[kAhead], sin[kAhead];
+  int slot[kAhead];
+
+  __device__ __forceinline__ Angles(const Params& p, const Tile& tile) {
+    const int first = tile.token + cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      load(p, tile, min(first + i * p.parts * kTokensAtOnce, p.tokens - 1), cos[i], sin[i],
+           slot[i]);
+    }
+  }
+
+  __device__ __forceinline__ static void load(const Params& p, const Tile& tile, int token,
+                                              float4& cos, float4& sin, int& slot) {
+    const Destination to(p, tile.block, tile.row);
+    to.load_angles(p, token, threadIdx.x % 8 * 4, cos, sin);
+    slot = to.slot(p, token);
+  }
+
+  // `total` are columns `column` to `column` + 3 of the tile, of its token number `token`, the
+  // thread's number `turn`; eight lanes further are those of the head's other half.
+  __device__ __forceinline__ void store(const Params& p, const Tile& tile, int token, int column,
+                                        int turn, const float4& total) const {
+    const Destination to(p, tile.block, tile.row);
+    float4 cosines, sines;
+    int at_slot;
+    bool known = false;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (turn == i) cosines = cos[i], sines = sin[i], at_slot = slot[i], known = true;
+    }
+    if (!known) load(p, tile, tile.token + token, cosines, sines, at_slot);
+    uint32_t own[2] = {bf16_pair(total.x, total.y), bf16_pair(total.z, total.w)}, other[2];
+    const uint32_t lanes = tile.rows > kHeadDim ? 0xFFFFFFFFu : 0xFFFFu;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(lanes, own[i], kHeadDim / 2 / 4);
+    const bool second = column % kHeadDim >= kHeadDim / 2;
+    const float2 cos2[2] = {make_float2(cosines.x, cosines.y), make_float2(cosines.z, cosines.w)};
+    const float2 sin2[2] = {make_float2(sines.x, sines.y), make_float2(sines.z, sines.w)};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      uint32_t low = second ? other[i] : own[i], high = second ? own[i] : other[i];
+      to.turn(cos2[i], sin2[i], low, high);
+      own[i] = second ? high : low;
+    }
+    uint16_t* at = to.row(p, tile.token + token, at_slot, column / kHeadDim * kHeadDim);
+    if (at != nullptr) {
+      *reinterpret_cast<uint2*>(at + column % kHeadDim) = make_uint2(own[0], own[1]);
+    }
+  }
+};
+
 // Adds the cluster's parts in their order: each of its blocks some of the tile's tokens.
 template <typename S>
 __device__ inline void add_parts(const Params& p, const Memory<S>& memory, const Tile& tile,
-                                 uint2 bias) {
-  constexpr int kQuads = kBlock / 4;
-  static_assert(kThreads % kQuads == 0, "a thread has the same columns of every token");
+                                 uint2 bias, const Angles<S>& angles) {
   const int column = threadIdx.x % kQuads * 4;
   const int tokens = min(S::kTokens, p.tokens - tile.token);
   if (column >= tile.rows) return;
-  for (int token = cluster_rank() * (kThreads / kQuads) + threadIdx.x / kQuads; token < tokens;
-       token += p.parts * (kThreads / kQuads)) {
+  int turn = 0;
+  for (int token = cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads; token < tokens;
+       token += p.parts * kTokensAtOnce, ++turn) {
     float4 total =
         make_float4(__uint_as_float(bias.x << 16), __uint_as_float(bias.x & 0xFFFF0000u),
                     __uint_as_float(bias.y << 16), __uint_as_float(bias.y & 0xFFFF0000u));
@@ -408,12 +497,16 @@ __device__ inline void add_parts(const Params& p, const Memory<S>& memory, const
       total.z += parts[part].z;
       total.w += parts[part].w;
     }
+    if constexpr (S::kRotates) {
+      angles.store(p, tile, token, column, turn, total);
+      continue;
+    }
     const int64_t to = static_cast<int64_t>(tile.token + token) * p.n + tile.row + column;
     if (p.out_fp32) {
       *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = total;
     } else {
       *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) =
-          make_uint2(to_bf16_pair(total.x, total.y), to_bf16_pair(total.z, total.w));
+          make_uint2(bf16_pair(total.x, total.y), bf16_pair(total.z, total.w));
     }
   }
 }
@@ -429,6 +522,8 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
                   position, sum);
     if constexpr (S::kSplit) {
       keep_part(memory, lane, sum);
+    } else if constexpr (S::kRotates) {
+      store_rotated(p, lane, tile, sum);
     } else {
       store_tile(p, lane, tile, sum);
     }
@@ -467,9 +562,10 @@ __global__ void __launch_bounds__(kThreads, 1)
     consume<S>(p, memory);
   }
   if constexpr (S::kSplit) {
-    cluster_sync();  // the sums of all are in place
     dependency_wait();
-    add_parts<S>(p, memory, tile, bias);
+    const Angles<S> angles(p, tile);
+    cluster_sync();  // the sums of all are in place
+    add_parts<S>(p, memory, tile, bias, angles);
     cluster_sync();  // the others have read this block's sums
   }
 }

@@ -43,24 +43,33 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
 }
 
+template <bool kTurns>
+cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& tensors,
+                         const LaunchOptions& options) {
+  const bool split = params.parts > 1;
+  switch (tile_tokens) {
+    case 64:
+      return split ? launch<Shape<64, 8, true, kTurns>>(params, tensors, options)
+                   : launch<Shape<64, 8, false, kTurns>>(params, tensors, options);
+    case 128:
+      return split ? launch<Shape<128, 6, true, kTurns>>(params, tensors, options)
+                   : launch<Shape<128, 6, false, kTurns>>(params, tensors, options);
+    case 256:
+      return split ? cudaErrorInvalidValue
+                   : launch<Shape<256, 4, false, kTurns>>(params, tensors, options);
+    default:
+      return cudaErrorInvalidValue;
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& tensors,
                              const LaunchOptions& options) {
   params.parts = plan.parts;
-  const bool split = plan.parts > 1;
-  switch (plan.tile_tokens) {
-    case 64:
-      return split ? launch<Shape<64, 8, true>>(params, tensors, options)
-                   : launch<Shape<64, 8, false>>(params, tensors, options);
-    case 128:
-      return split ? launch<Shape<128, 6, true>>(params, tensors, options)
-                   : launch<Shape<128, 6, false>>(params, tensors, options);
-    case 256:
-      return split ? cudaErrorInvalidValue : launch<Shape<256, 4, false>>(params, tensors, options);
-    default:
-      return cudaErrorInvalidValue;
-  }
+  return params.k_cache != nullptr
+             ? launch_shape<true>(plan.tile_tokens, params, tensors, options)
+             : launch_shape<false>(plan.tile_tokens, params, tensors, options);
 }
 
 }  // namespace gptoss::dense_fp8

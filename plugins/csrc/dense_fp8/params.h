@@ -11,6 +11,7 @@ constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = (kConsumers + 1) * 128;
 constexpr int kMostParts = 8;    // of K, as many as a cluster has blocks
 constexpr int kSegmentStep = 8;  // segments are multiples of it: a thread stores eight columns
+constexpr int kHeadDim = 64;     // of q, k and v
 
 struct Params {
   const float* x_scale;       // [k_blocks, tokens]
@@ -26,6 +27,14 @@ struct Params {
   int parts;         // of K
   int tokens_first;  // neighbours in time have the same weights, else the same tokens
   int out_fp32;
+  // Where rotated results go; `out` then is q, bf16 [tokens, segments[0]]. Null without rotation.
+  uint16_t* k_cache;  // bf16 [blocks, kv_heads, block_tokens, 64]
+  uint16_t* v_cache;
+  const int32_t* positions;  // [tokens]
+  const int32_t* slots;      // [tokens], -1: no key is kept
+  const float* cos_sin;      // [positions, 64]: cos of 32 angles, then their sin
+  int kv_heads;
+  int block_shift;  // block_tokens = 1 << block_shift
 };
 
 }  // namespace gptoss::dense_fp8

@@ -63,7 +63,7 @@ def test_a_cpu_and_deterministic_engines_follow_none(tmp_path: Path, device: str
 
 
 def test_a_bad_plan_of_the_engine_stops_its_load(tmp_path: Path) -> None:
-    put(tmp_path, '{"version": 1, "gpu": "NVIDIA H200", "abi": 5, "ops": {"rope": {}}}')
+    put(tmp_path, f'{{"version": 1, "gpu": "NVIDIA H200", "abi": {ABI_VERSION}, "ops": {{"rope": {{}}}}}}')
     with pytest.raises(EngineLoadError, match="unknown op 'rope'"):
         model_core._choose_kernels(tmp_path, EngineOptions(), "cuda")
 

@@ -351,6 +351,31 @@ def test_dense_fp8_refuses_with_the_value(library: Library, changes: dict[str, f
         library.dense_fp8(DenseFp8Args(**(values | changes)), 0)
 
 
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"kv_heads": 0}, "kv_heads is 0, outside 1"),
+        ({"kv_heads": 4}, "second_segment is 512, outside 256 to 256"),
+        ({"n": 5184}, "n is 5184, outside 5120 to 5120"),
+        ({"first_segment": 4128, "n": 5152}, "first_segment is 4128, block_tokens 64; q has heads of 64 rows"),
+        ({"block_tokens": 48}, "block_tokens 48; q has heads of 64 rows, a block of keys a power of two"),
+        ({"block_tokens": 128}, "block_tokens is 128, outside 1 to 64"),
+        ({"out_dtype": OutDtype.FP32}, "out_dtype is 2, outside 1 to 1"),
+        ({}, "v_cache is null"),
+        ({"v_cache": 4096}, "cos_sin is null"),
+        ({"v_cache": 4096, "cos_sin": 4096, "positions": 4096}, "slots is null"),
+    ],
+)
+def test_dense_fp8_refuses_a_rotation_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+    values = {
+        "out_dtype": OutDtype.BF16, "tokens": 64, "n": 5120, "k": 2880, "first_segment": 4096, "second_segment": 512,
+        "kv_heads": 8, "block_tokens": 64,
+    }  # fmt: skip
+    pointers = dict.fromkeys(("x", "x_scale", "weight", "weight_scale", "out", "k_cache"), 4096)
+    with pytest.raises(LibraryError, match=re.escape(words)):
+        library.dense_fp8(DenseFp8Args(**(values | pointers | changes)), 0)
+
+
 def test_dense_fp8_of_nothing(library: Library) -> None:
     pointers = dict.fromkeys(("x", "x_scale", "weight", "weight_scale", "out"), 4096)
     library.dense_fp8(DenseFp8Args(out_dtype=OutDtype.BF16, n=8, k=32, **pointers), 0)
