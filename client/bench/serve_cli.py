@@ -112,7 +112,7 @@ def levels(_ctx: click.Context, option: click.Parameter, text: str | None) -> tu
 @click.option(
     "--dataset",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="JSON lines with prompt, input_ids or messages; max_tokens optional.",
+    help="JSON lines with prompt, input_ids or messages; max_tokens optional. Levels take them in turn, over and over.",
 )
 @click.option(
     "--ignore-eos/--stop-at-eos", default=True, show_default=True, help="Raw models write all tokens asked for."

@@ -6,6 +6,7 @@ options nor where results go.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
@@ -43,12 +44,18 @@ class Sweep:
     price: Price | None
 
     def source(self, *, salt: int) -> Iterator[Request]:
-        """Requests; synthetic ones differ with the salt, so that no level meets what another has cached."""
+        """Requests that no level before has sent, whose prompts a prefix cache would know: synthetic ones differ with
+        the salt, those of a dataset go on where the last source stopped, and begin again behind its end."""
         if self.dataset is not None:
-            return cycled(load_dataset(self.dataset, self.target.model, self.outputs, self.seed))
+            return self._dataset
         return synthetic(
             self.target.model, self.inputs, self.outputs, self.seed * 1000 + salt, shared_prefix=self.shared_prefix
         )
+
+    @functools.cached_property
+    def _dataset(self) -> Iterator[Request]:
+        assert self.dataset is not None
+        return cycled(load_dataset(self.dataset, self.target.model, self.outputs, self.seed))
 
     def count(self, concurrency: float) -> int:
         return self.requests or max(MIN_REQUESTS, REQUESTS_PER_SLOT * int(concurrency))

@@ -209,6 +209,18 @@ def test_rates_and_datasets(served, tmp_path):
     assert (body["max_completion_tokens"], body["temperature"], body["top_p"]) == (5, 0.5, 1.0)
 
 
+def test_levels_and_the_cost_share_a_dataset(served, tmp_path):
+    """A prefix cache would know prompts that were sent before."""
+    data = tmp_path / "ids.jsonl"
+    data.write_text("".join(f'{{"input_ids": [{number}], "max_tokens": 5}}\n' for number in range(12)))
+    invoke(
+        "serve", "--url", served.target, "--dataset", str(data), "--concurrency", "1,2", "--requests", "2",
+        "--warmup", "1", "--gpu-hour-usd", "3", "--json",
+    )  # fmt: skip
+    sent = [int(inputs["input_ids"][1].reshape(-1)[0]) for _, inputs, _ in served.seen]
+    assert sorted(sent) == list(range(10))  # a level: one to warm up, two that count, two for the cost of a prompt
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
