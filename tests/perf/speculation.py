@@ -14,6 +14,7 @@ import argparse
 import datetime
 import json
 import platform
+import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ import torch
 from gptoss_trt.build_engine.demo.answer import STOPS
 from gptoss_trt.build_engine.demo.codec import Codec
 from gptoss_trt.build_engine.demo.dataset import document, prompt_ids
+from gptoss_trt.build_engine.demo.head import expand_demo_head
 from gptoss_trt.build_engine.demo.kinds import KINDS, sample
 from gptoss_trt.build_engine.demo.names import NamePool
 from gptoss_trt.runtime.engine.core import EngineCore
@@ -91,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
     parser.add_argument("--engine", type=Path, required=True, help="a built engine of the demo")
     parser.add_argument("--draft-engine", type=Path, help="its draft engine; the engine itself when not given")
-    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of it, for the drafter eagle3")
+    parser.add_argument("--head", type=Path, help="an EAGLE-3 head of it, for the drafter eagle3; else what ships")
     parser.add_argument("--kinds", default=USUAL_KINDS, help="comma-separated kinds of the demo")
     parser.add_argument("--batches", default="1,4,16", help="comma-separated numbers of requests at a time")
     parser.add_argument("--drafters", default="none,ngram,draft", help="comma-separated ways of drafting, none first")
@@ -105,7 +107,8 @@ def main() -> None:
     batches = [int(part) for part in options.batches.split(",")]
     codec = Codec()
     pool = NamePool.build(codec)
-    cores = {name: _core(options, name, max(batches)) for name in options.drafters.split(",")}
+    with tempfile.TemporaryDirectory() as folder:
+        cores = {name: _core(options, name, max(batches), Path(folder)) for name in options.drafters.split(",")}
     for batch in batches:
         for kind in options.kinds.split(","):
             submits = submits_of(kind, max(options.samples, batch), codec, pool)
@@ -120,8 +123,10 @@ def main() -> None:
                 _report(options, (name, kind, batch), cells[name], next(iter(cells.values())), drafts)
 
 
-def _core(options: argparse.Namespace, drafter: str, max_batch: int) -> EngineCore:
-    draft_engine = {"draft": options.draft_engine or options.engine, "eagle3": options.head or ""}.get(drafter, "")
+def _core(options: argparse.Namespace, drafter: str, max_batch: int, folder: Path) -> EngineCore:
+    draft_engine = options.draft_engine or options.engine if drafter == "draft" else ""
+    if drafter == "eagle3":
+        draft_engine = options.head or expand_demo_head(folder / "head")
     core = load_core(
         options.engine,
         EngineOptions(
@@ -154,6 +159,7 @@ def _report(
         "threads": options.threads,
         "torch": torch.__version__,
         "speculation": drafter,
+        **({"head": str(options.head or "shipped")} if drafter == "eagle3" else {}),
         "free_drafts": options.free_drafts,
         "kind": kind,
         "batch": batch,
