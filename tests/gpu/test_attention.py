@@ -195,6 +195,24 @@ def test_a_chunk_gives_what_the_whole_prompt_gives() -> None:
     assert worst(torch.cat(parts), whole.cpu()) < TOLERANCE
 
 
+@pytest.mark.parametrize("slope", ["older larger", "newer larger", "far below 0", "one step", "one key"])
+def test_prefill_of_scores_far_apart(slope: str) -> None:
+    """Weights are relative to a base that follows a row's largest score only when it must."""
+    case = Paged.make([700, 130], [400, 130], 0, kv_heads=2)
+    blocks, rows = case.table[0, :11].long(), torch.arange(704).view(11, 1, BLOCK_TOKENS, 1)
+    common = torch.ones(D, dtype=torch.bfloat16)
+    factor, offset = {
+        "older larger": (12 - rows / 60, 0), "newer larger": (rows / 60, 0), "far below 0": (1, -40 * common),
+        "one step": (1, 30 * common * (rows < 350)), "one key": (1, 3000 * common * (rows == 233)),
+    }[slope]  # fmt: skip
+    case.k[blocks] = (case.k[blocks] * factor + offset).to(torch.bfloat16)
+    case.q += 3 * common
+    case.sinks -= 2000
+    want, card = case.prefill(), case.cuda()
+    for plan in (1, 2):
+        assert worst(card.prefill(options(plan)), want) < TOLERANCE, plan
+
+
 @pytest.mark.parametrize("sink", [30.0, -30.0])
 def test_the_sink_counts_once(sink: float) -> None:
     case = Paged.make([1500, 40], [1, 1], 0, width=32)

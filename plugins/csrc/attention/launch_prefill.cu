@@ -63,7 +63,7 @@ cudaError_t launch_prefill(const PrefillParams& params, const PrefillTensors& te
                            PrefillKind kind, const LaunchOptions& options) {
   switch (kind) {
     case PrefillKind::kWide:
-      return launch<3, 128, 3, PrefillStyle::kWide>(params, tensors, options);
+      return launch<3, 64, 8, PrefillStyle::kWide>(params, tensors, options);
     case PrefillKind::kSums:
       return launch<2, 128, 3, PrefillStyle::kSums>(params, tensors, options);
     case PrefillKind::kWindow:

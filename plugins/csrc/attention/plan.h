@@ -20,7 +20,7 @@ constexpr int kFixedPlan = 4;
 constexpr int kFixedWarps = 8;
 
 enum class PrefillKind {  // consumer warpgroups x keys of a block
-  kWide = 1,              // 3 x 128
+  kWide = 1,              // 3 x 64, two sets of scores
   kSums = 2,              // 2 x 128, sums of weights by the tensor cores
   kWindow = 3,            // 2 x 64, two blocks a multiprocessor, all keys of a tile at once
 };

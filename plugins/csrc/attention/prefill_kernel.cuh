@@ -2,13 +2,16 @@
 // one KV head as rows, and walks the keys they see from the last to the first.
 //
 // A producer thread copies pages of keys and values into two rings; each consumer warpgroup has 64
-// rows. While the scores of one key block are made, the values of the block before are added, and
-// the softmax of the scores runs beside that. The sink enters at the end.
+// rows. The products of one key block run beside the softmax of another. The sink enters at the
+// end.
 //
-// Three shapes (plan.h): three warpgroups of 192 rows; two of 128 whose registers hold the weights
-// of two blocks, so that these are ready ahead of the wait, and whose sums come out of the product,
-// from a column of ones beside the values; and, for windows, two blocks of two warpgroups a
-// multiprocessor, whose few keys all fit the rings and are copied ahead.
+// Three shapes (plan.h): three warpgroups of 192 rows, whose registers hold the scores of two
+// blocks (prefill_wide.cuh); two of 128 whose registers hold the weights of two blocks, so that
+// these are ready ahead of the wait, and whose sums come out of the product, from a column of ones
+// beside the values; and, for windows, two blocks of two warpgroups a multiprocessor, whose few
+// keys all fit the rings and are copied ahead. In the last two, while the scores of one key block
+// are made, the values of the block before are added, and the softmax of the scores runs beside
+// that.
 #ifndef GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
 #define GPTOSS_TRT_ATTENTION_PREFILL_KERNEL_CUH_
 
@@ -18,6 +21,8 @@
 #include <cstdint>
 
 #include "attention/params.h"
+#include "attention/prefill_products.cuh"
+#include "attention/prefill_wide.cuh"
 #include "attention/quantise.cuh"
 #include "attention/warp_mma.cuh"
 #include "attention/wgmma_bf16.cuh"
@@ -26,7 +31,6 @@
 namespace gptoss::attention {
 
 constexpr int kPageKeys = 64;
-constexpr int kRowBytes = kHeadDim * 2;
 constexpr int kPageBytes = kPageKeys * kRowBytes;
 constexpr int kGroupThreads = 128;
 constexpr int kGroupQueries = 8;  // queries of a warpgroup: 64 rows of eight heads
@@ -38,6 +42,7 @@ struct PrefillShape {
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr int kKeys = kBlockKeys;
   static constexpr int kStages = kRingStages;
+  static constexpr bool kWide = kStyle == PrefillStyle::kWide;
   static constexpr bool kSums = kStyle == PrefillStyle::kSums;
   static constexpr bool kAhead = kStyle == PrefillStyle::kWindow;  // no producer
   static constexpr int kQueries = kConsumers * kGroupQueries;
@@ -189,7 +194,8 @@ __device__ __forceinline__ void produce(const PrefillParams& p, const CUtensorMa
   }
 }
 
-// Two rows of a thread, of two neighbouring queries: maximum of raw scores, and this lane's sum.
+// Two rows of a thread, of two neighbouring queries: maximum of raw scores (or what weights are
+// relative to, in units of its own), and this lane's sum.
 struct RowState {
   float top[2] = {-INFINITY, -INFINITY};
   float total[2] = {0.f, 0.f};
@@ -234,64 +240,6 @@ __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& row
     rows.total[row] = rows.total[row] * shrink[row] + sum;
     rows.top[row] = higher;
   }
-}
-
-// A branch that is never taken and needs all weights: the assembler, which would rather wait first
-// and make the exponentials afterwards, does not move the wait across it.
-__device__ __forceinline__ void finish_before_wait(const RowState& rows) {
-  if (__any_sync(0xffffffffu, rows.total[0] + rows.total[1] < 0.f)) __nanosleep(32);
-}
-
-template <int kKeys>
-__device__ __forceinline__ void finish_before_wait(const uint32_t (&weights)[kKeys / 16][4]) {
-  uint32_t signs = 0;
-#pragma unroll
-  for (int i = 0; i < kKeys / 4; ++i) signs |= weights[i / 4][i % 4];
-  if (__any_sync(0xffffffffu, (signs & 0x80008000u) != 0)) __nanosleep(32);
-}
-
-template <int kKeys>
-__device__ __forceinline__ void pack_weights(const float (&weights)[kKeys / 2],
-                                             uint32_t (&packed)[kKeys / 16][4]) {
-#pragma unroll
-  for (int i = 0; i < kKeys / 16; ++i) {
-#pragma unroll
-    for (int c = 0; c < 4; ++c) {
-      packed[i][c] = pack_bf16(weights[8 * i + 2 * c], weights[8 * i + 2 * c + 1]);
-    }
-  }
-}
-
-template <int kKeys>
-__device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_t query,
-                                             uint64_t keys) {
-#pragma unroll
-  for (int k = 0; k < kHeadDim / 16; ++k) {
-    wgmma_bf16<kKeys>(scores, query + 2 * k, keys + 2 * k, k != 0);
-  }
-  wgmma_commit();
-}
-
-// With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows
-// of ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
-template <int kKeys, int kOutputs>
-__device__ __forceinline__ void start_output(float (&out)[kOutputs],
-                                             uint32_t (&weights)[kKeys / 16][4], uint32_t values,
-                                             uint32_t ones) {
-  constexpr uint64_t kUnits = 16 * kRowBytes / 16;
-  constexpr uint64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
-  const uint64_t rows =
-      kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
-#pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) wgmma_bf16_turned(out, weights[k], rows + k * kStep);
-  wgmma_commit();
-}
-
-template <int kOutputs>
-__device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&shrink)[2]) {
-  if (!__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) return;
-#pragma unroll
-  for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[(i & 2) >> 1];
 }
 
 // Values behind the sequence's end are what the block's last owner left there: zero weights do not
@@ -412,7 +360,7 @@ __device__ __forceinline__ void consume(const PrefillParams& p, const PrefillMem
       pack_weights<kKeys>(scores, fresh);
       finish_before_wait<kKeys>(fresh);
     } else {
-      finish_before_wait(rows);
+      finish_before_wait(rows.total[0] + rows.total[1]);
     }
     wgmma_wait<0>();
     wgmma_settle(out);
@@ -449,6 +397,40 @@ __device__ __forceinline__ void consume(const PrefillParams& p, const PrefillMem
   write_rows(p, tile, tile.token + offset, kv_head, out, rows, p.scale_log2);
 }
 
+template <class Shape>
+__device__ __forceinline__ void consume_wide(const PrefillParams& p,
+                                             const PrefillMemory<Shape>& memory,
+                                             const PrefillTile& tile, const KeyBlocks& blocks,
+                                             int group, int kv_head) {
+  constexpr int kKeys = Shape::kKeys, kNoWindow = 1 << 30;
+  const int offset = group * kGroupQueries + 2 * (threadIdx.x >> 5 & 3);
+  const WidePlace place{swizzled_rows(memory.query + group * 64 * kRowBytes),
+                        p.scale_log2,
+                        tile.position + offset,
+                        p.window != 0 ? p.window : kNoWindow,
+                        blocks.last,
+                        (threadIdx.x & 31) == 0};
+  barrier_wait(memory.query_full(), 0);
+#pragma unroll 1
+  for (int i = 0; i < 2; ++i) {  // the sequence's end is in the second where the first is behind it
+    const int filled = tile.context - (blocks.last - i) * kKeys;
+    if (filled <= 0 || filled >= kKeys) continue;
+    barrier_wait(memory.values_full(i), 0);
+    clear_values<Shape>(memory.values + i * Shape::kBlockBytes, filled);
+  }
+  float out[32] = {};
+  WideRows rows;
+  wide_walk<PrefillMemory<Shape>, kKeys>(out, rows, memory, place, blocks.count(), tile.position,
+                                         p.window != 0);
+  RowState ended;
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+    ended.top[row] = rows.base[row];
+    ended.total[row] = rows.total[row];
+  }
+  write_rows(p, tile, tile.token + offset, kv_head, out, ended, 1.f);
+}
+
 // Grid (tiles, kv_heads): as many tiles as any cut of the tokens into sequences can give. The
 // blocks of one head follow each other, so its keys stay in the second-level cache; those with the
 // most keys begin.
@@ -477,7 +459,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_pre
   const PrefillTile tile = find_tile(p, number, Shape::kQueries);
   __syncthreads();
   if (tile.sequence < 0) return;
-  const KeyBlocks blocks(tile, Shape::kQueries, Shape::kKeys, p.window);
+  KeyBlocks blocks(tile, Shape::kQueries, Shape::kKeys, p.window);
+  if (Shape::kWide && blocks.count() % 2 != 0) ++blocks.last;  // an even number: one without keys
   if constexpr (Shape::kAhead) {
     if (threadIdx.x == 0) produce(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
     __syncwarp();
@@ -489,7 +472,11 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_pre
     }
   } else {
     registers_claim<Shape::kConsumerRegisters>();
-    consume(p, memory, tile, blocks, group, kv_head);
+    if constexpr (Shape::kWide) {
+      consume_wide(p, memory, tile, blocks, group, kv_head);
+    } else {
+      consume(p, memory, tile, blocks, group, kv_head);
+    }
   }
 }
 

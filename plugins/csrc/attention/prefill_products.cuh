@@ -1,0 +1,77 @@
+// The two products of prefill's attention for the 64 rows of a warpgroup, and what lies between
+// them in registers: scores or weights of row g (pairs c = 0, 1 of every four) and g + 8 of a warp.
+#ifndef GPTOSS_TRT_ATTENTION_PREFILL_PRODUCTS_CUH_
+#define GPTOSS_TRT_ATTENTION_PREFILL_PRODUCTS_CUH_
+
+#include <cstdint>
+
+#include "attention/params.h"
+#include "attention/warp_mma.cuh"
+#include "attention/wgmma_bf16.cuh"
+#include "core/ptx.cuh"
+
+namespace gptoss::attention {
+
+constexpr int kRowBytes = kHeadDim * 2;
+
+// A branch that is never taken and needs all weights: the assembler, which would rather wait first
+// and make the exponentials afterwards, does not move the wait across it.
+__device__ __forceinline__ void finish_before_wait(float total) {
+  if (__any_sync(0xffffffffu, total < 0.f)) __nanosleep(32);
+}
+
+template <int kKeys>
+__device__ __forceinline__ void finish_before_wait(const uint32_t (&weights)[kKeys / 16][4]) {
+  uint32_t signs = 0;
+#pragma unroll
+  for (int i = 0; i < kKeys / 4; ++i) signs |= weights[i / 4][i % 4];
+  if (__any_sync(0xffffffffu, (signs & 0x80008000u) != 0)) __nanosleep(32);
+}
+
+template <int kKeys>
+__device__ __forceinline__ void pack_weights(const float (&weights)[kKeys / 2],
+                                             uint32_t (&packed)[kKeys / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < kKeys / 16; ++i) {
+#pragma unroll
+    for (int c = 0; c < 4; ++c) {
+      packed[i][c] = pack_bf16(weights[8 * i + 2 * c], weights[8 * i + 2 * c + 1]);
+    }
+  }
+}
+
+template <int kKeys>
+__device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_t query,
+                                             uint64_t keys) {
+#pragma unroll
+  for (int k = 0; k < kHeadDim / 16; ++k) {
+    wgmma_bf16<kKeys>(scores, query + 2 * k, keys + 2 * k, k != 0);
+  }
+  wgmma_commit();
+}
+
+// With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows
+// of ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
+template <int kKeys, int kOutputs>
+__device__ __forceinline__ void start_output(float (&out)[kOutputs],
+                                             uint32_t (&weights)[kKeys / 16][4], uint32_t values,
+                                             uint32_t ones) {
+  constexpr uint64_t kUnits = 16 * kRowBytes / 16;
+  constexpr uint64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
+  const uint64_t rows =
+      kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
+#pragma unroll
+  for (int k = 0; k < kKeys / 16; ++k) wgmma_bf16_turned(out, weights[k], rows + k * kStep);
+  wgmma_commit();
+}
+
+template <int kOutputs>
+__device__ __forceinline__ void rescale(float (&out)[kOutputs], const float (&shrink)[2]) {
+  if (!__any_sync(0xffffffffu, shrink[0] != 1.f || shrink[1] != 1.f)) return;
+#pragma unroll
+  for (int i = 0; i < kOutputs; ++i) out[i] *= shrink[(i & 2) >> 1];
+}
+
+}  // namespace gptoss::attention
+
+#endif  // GPTOSS_TRT_ATTENTION_PREFILL_PRODUCTS_CUH_
