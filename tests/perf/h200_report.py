@@ -1,9 +1,9 @@
 """Tables and plots of the results files: `python tests/perf/h200_report.py [--readme FILE] [--plots FOLDER]`.
 
-Reads tests/perf/results/h200.jsonl (the last record of a cell counts), vllm_h200.json and triton_h200.jsonl beside it;
-prints Markdown tables, dense BF16 and FP8 apart. --readme puts them into a file between the lines
-`<!-- results: h200 -->` (or triton) and `<!-- end -->`; --plots writes share_of_bound.svg and speed_cost.svg (needs
-matplotlib).
+Reads tests/perf/results/h200.jsonl (the last record of a cell counts), vllm_h200.json, triton_h200.jsonl and
+trace_h200.jsonl beside it; prints Markdown tables, dense BF16 and FP8 apart. --readme puts them into a file between the
+lines `<!-- results: h200 -->` (or triton, trace) and `<!-- end -->`; --plots writes share_of_bound.svg and
+speed_cost.svg (needs matplotlib).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ SERVED = (  # row, way, key of the records, format
     ("at the engine's socket", "engine", "all_tok_s", ",.0f"),
     ("tokens a response", "tensorrt_llm", "tokens_a_response", ".2f"),
 )
+TRACE_SPANS = (("ttft_ms", 0), ("tpot_ms", 1))  # key of the records, digits
 Cells = dict[tuple[str, ...], dict[str, Any]]
 
 
@@ -69,6 +70,21 @@ def served_rows(path: Path) -> list[str]:
     lines.append("|---" * (len(streams) + 1) + "|")
     for name, way, key, form in SERVED:
         lines.append(_row(name, [format(found[way, concurrency][key], form) for concurrency in streams]))
+    return lines
+
+
+def trace_rows(path: Path) -> list[str]:
+    """One Markdown table: the loads of served_trace.py, each in every configuration."""
+    records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    found = {(r["load"], r["configuration"]): r for r in records}
+    lines = [
+        "| load | configuration | good, of all requests/s | TTFT ms, p50, p99 | TPOT ms, p50, p99 |",
+        "|---|---|---|---|---|",
+    ]
+    for (load, configuration), r in found.items():
+        good = f"{r['goodput_s']:.1f} of {r['requests_s']:.1f}"
+        spans = [f"{r[key]['p50']:,.{digits}f}, {r[key]['p99']:,.{digits}f}" for key, digits in TRACE_SPANS]
+        lines.append(_row(load, [configuration, good, *spans]))
     return lines
 
 
@@ -160,6 +176,7 @@ def main() -> None:
     found = cells(options.results)
     peer = json.loads((RESULTS / "vllm_h200.json").read_text(encoding="utf-8"))
     tables = {"h200": rows(found, peer), "triton": served_rows(RESULTS / "triton_h200.jsonl")}
+    tables["trace"] = trace_rows(RESULTS / "trace_h200.jsonl")
     if options.readme is None:
         print("\n\n".join("\n".join(lines) for lines in tables.values()))
     else:

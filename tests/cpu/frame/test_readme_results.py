@@ -29,6 +29,7 @@ def test_tables_are_what_the_report_makes_of_the_results(report: ModuleType) -> 
     tables = {
         "h200": report.rows(report.cells(RESULTS / "h200.jsonl"), peer),
         "triton": report.served_rows(RESULTS / "triton_h200.jsonl"),
+        "trace": report.trace_rows(RESULTS / "trace_h200.jsonl"),
     }
     for name, lines in tables.items():
         assert report.put_into(README, name, lines) == README, "python tests/perf/h200_report.py --readme README.md"
