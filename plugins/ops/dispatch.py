@@ -78,7 +78,9 @@ _PROBES: dict[str, str] = dict.fromkeys(("cuda", INVARIANT), "gptoss_trt.ops.lib
     "flashinfer": "gptoss_trt.ops.attention_flashinfer:unusable"
 }
 
-PREFERENCE = ("cuda", "triton", "flashinfer")  # the first that can be used wins
+# The first that can be used wins. Of the shapes measured FlashInfer's attention is level with ours at one, else behind it
+# (tests/perf/NOTES.md).
+PREFERENCE = ("cuda", "triton", "flashinfer")
 
 _pinned: dict[str, str] = {}  # op -> name
 _chosen: dict[tuple[str, str | None], Implementation] = {}  # by op and layout
