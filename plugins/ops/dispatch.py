@@ -78,8 +78,8 @@ _PROBES: dict[str, str] = dict.fromkeys(("cuda", INVARIANT), "gptoss_trt.ops.lib
     "flashinfer": "gptoss_trt.ops.attention_flashinfer:unusable"
 }
 
-# The first that can be used wins. Of the shapes measured FlashInfer's attention is level with ours at one, else behind it
-# (tests/perf/NOTES.md).
+# The first that can be used wins. Of the shapes measured, FlashInfer's attention is level with ours at one, else behind
+# it (tests/perf/NOTES.md).
 PREFERENCE = ("cuda", "triton", "flashinfer")
 
 _pinned: dict[str, str] = {}  # op -> name
