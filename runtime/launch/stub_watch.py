@@ -18,6 +18,7 @@ import psutil
 
 from gptoss_trt.runtime.launch.server_binary import LaunchError
 from gptoss_trt.runtime.launch.tritonserver import TritonServer
+from gptoss_trt.runtime.triton_models.succession import FOLDER, holders
 
 POLL_S = 0.5
 FIRST_BACKOFF_S = 1.0
@@ -103,15 +104,24 @@ class StubWatch:
         process = self._server.process
         assert process is not None
         while not self._stop.wait(POLL_S) and process.poll() is None:
-            living = living_stubs(process.pid)
-            pids, newest = {stub.pid for stub in living}, serving(living)
-            gone = [stub for stub in self._known.values() if stub.pid not in pids and not _replaced(stub, newest)]
-            self._known = newest
-            for model in dict.fromkeys(stub.model for stub in gone):
+            for model in self.dead_models(living_stubs(process.pid)):
                 if self._server.claims_ready(model):  # else it was unloaded
                     self._on_death(model)
                     self._heal(model)
                     self._known = serving(living_stubs(process.pid))
+
+    def dead_models(self, living: list[Stub]) -> list[str]:
+        """Models of which an instance lost its stub since the last look, or one that came and died between two looks
+        while an older one still ends its streams: the instance's file names it."""
+        pids, newest = {stub.pid for stub in living}, serving(living)
+        dead = [stub.model for stub in self._known.values() if stub.pid not in pids and not _replaced(stub, newest)]
+        self._known = newest
+        assert self._server.process is not None
+        for instance, (pid, since) in holders(self._server.folder / FOLDER, self._server.process.pid).items():
+            young = instance in newest and newest[instance].started > since  # it is being loaded
+            if pid not in pids and not young:
+                dead.append(re.sub(r"(_\d+){2}$", "", instance))
+        return list(dict.fromkeys(dead))
 
     def _heal(self, model: str) -> None:
         """Unloads and loads `model`; a model that keeps dying waits twice as long each time, up to LAST_BACKOFF_S."""

@@ -23,7 +23,7 @@ from gptoss_trt.runtime.engine.messages import Submit
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import ScriptedEngine
 from gptoss_trt.runtime.launch import settings
-from gptoss_trt.runtime.triton_models import triton_io
+from gptoss_trt.runtime.triton_models import succession, triton_io
 from gptoss_trt.runtime.triton_models.answers import Answer
 from gptoss_trt.runtime.triton_models.delivery import Delivery
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
@@ -62,7 +62,7 @@ class EngineModel(ABC):
             self._metrics = MetricsPublisher(self.client.stats, arguments["model_name"], arguments["model_version"])
         self._server_watch = ServerWatch()
         self._succession = Succession(
-            state_dir / "instances", arguments["model_instance_name"], self.delivery.is_idle, leave_process
+            state_dir / succession.FOLDER, arguments["model_instance_name"], self.delivery.is_idle, leave_process
         )
         self._unique = f"{secrets.token_hex(6)}-"
         self._count = itertools.count()

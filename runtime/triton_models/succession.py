@@ -19,6 +19,18 @@ log = logging.getLogger(__name__)
 
 PERIOD_S = 1.0
 GRACE_S = 5.0
+FOLDER = "instances"  # of the state folder
+
+
+def holders(folder: Path, server: int) -> dict[str, tuple[int, float]]:
+    """Of the instances of a server (its process id): which process serves each, and since when (time.time())."""
+    found: dict[str, tuple[int, float]] = {}
+    for file in folder.glob(f"{server}-*"):
+        name = file.name.removeprefix(f"{server}-")
+        with contextlib.suppress(FileNotFoundError):  # the instance is being unloaded
+            if "." not in name:  # else it is being written
+                found[name] = (int(file.read_text(encoding="ascii")), file.stat().st_mtime)
+    return found
 
 
 class Succession:
