@@ -54,7 +54,7 @@ typedef enum gptoss_trt_moe_product {
 } gptoss_trt_moe_product;
 
 /* How expert weights lie in memory. Both are layout sm90_v1 (see csrc/moe_gemm_fp8/layout.h) and
- * hold the same e4m3 values; on one plan they give the same bits. */
+ * hold the same e4m3 values; on one plan they give the same bits, but for what PREFILL says. */
 typedef enum gptoss_trt_moe_storage {
   GPTOSS_TRT_MOE_MXFP4 = 1,    /* 4-bit values, expanded exactly to e4m3 in registers */
   GPTOSS_TRT_MOE_FP8 = 2,      /* e4m3 */
@@ -74,7 +74,11 @@ typedef enum gptoss_trt_moe_plan {
   GPTOSS_TRT_MOE_PLAN_SIMT = 1,   /* CUDA cores, any shape: slow, the second opinion in tests */
   GPTOSS_TRT_MOE_PLAN_WGMMA = 2,  /* tensor cores, weights through registers: decode */
   GPTOSS_TRT_MOE_PLAN_PREFILL = 3 /* the same with blocks of up to 128 rows of an expert, which are
-                                     first gathered into the workspace; k_split 0 or 1 only */
+                                     first gathered into the workspace; k_split 0 or 1 only. MXFP4
+                                     with scale mode STATIC and many rows an expert (GATE_UP 256 on
+                                     average, DOWN 128) is expanded into FP8 tiles, and gives the
+                                     bits that these give, where n is a multiple of 32, in DOWN of 8
+                                   */
 } gptoss_trt_moe_plan;
 
 /* Launch with programmatic dependent launch: the kernel may start before the one ahead of it in

@@ -23,7 +23,8 @@ def test_every_block_size_at_full_width(product: str, group: int) -> None:
     ratio = excess(case, result)
     print(f"{product} group {group}: worst error {ratio:.3f} of the tolerance")
     assert ratio <= 1.0
-    assert_same(case, result, run(case, PREFILL, Storage.FP8))
+    if group:  # with static scales MXFP4 becomes FP8 tiles, whose columns are added in another order (test_moe_tiles)
+        assert_same(case, result, run(case, PREFILL, Storage.FP8))
 
 
 @pytest.mark.parametrize("product", ["gate_up", "down"])

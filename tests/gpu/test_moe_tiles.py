@@ -1,5 +1,5 @@
 """moe_gemm_fp8 on FP8 tiles: chunks and blocks of rows of every size, row by row against the format reference, and
-equal bit for bit between runs, neighbours and graphs."""
+equal bit for bit between runs, neighbours and graphs, and between a copy of tiles and MXFP4 expanded into them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,29 @@ from moe_case import ALPHA, LADDER, LIMIT, Case, assert_same, excess, run
 
 from gptoss_trt.ops import library
 from gptoss_trt.ops.library import Plan, Storage
-from gptoss_trt.ops.moe_gemm_fp8 import DEFAULT, TILES, Options, moe_down, moe_gate_up
+from gptoss_trt.ops.moe_gemm_fp8 import DEFAULT, LAYOUT, TILES, Options, moe_down, moe_gate_up
 from gptoss_trt.ops.prepare import prefill_experts
 
 PRODUCTS = pytest.mark.parametrize("product", ["gate_up", "down"])
+# MXFP4 becomes tiles in the prefill plan from this many rows an expert on average on.
+EXPANDED_ROWS = {"gate_up": 256, "down": 128}
+EXPANDED = Options(Plan.PREFILL)
+STORAGES = pytest.mark.parametrize(
+    ("storage", "layout", "options"),
+    [(Storage.FP8_TILES, TILES, Options()), (Storage.MXFP4, LAYOUT, EXPANDED)],
+    ids=["tiles", "mxfp4"],
+)
 LADDER_CASE = {"tokens": sum(LADDER), "top_k": 1, "routing": "ladder", "experts": len(LADDER)}
 
 
 def tiles(case: Case, options: Options = DEFAULT, dtype: torch.dtype = torch.bfloat16) -> None:
-    """Compares the result with the reference."""
+    """Compares the result with the reference, and with what MXFP4 gives where it is expanded into tiles."""
     result = run(case, options, Storage.FP8_TILES, dtype)
     ratio = excess(case, result)
     print(f"{case.product}: worst error {ratio:.3f} of the tolerance")
     assert ratio <= 1.0
+    if case.tokens * case.top_k >= EXPANDED_ROWS[case.product] * case.experts:
+        assert_same(case, result, run(case, EXPANDED, Storage.MXFP4, dtype))
 
 
 @PRODUCTS
@@ -36,10 +46,17 @@ def test_one_expert_with_all_rows(product: str, rows: int) -> None:
 
 
 @PRODUCTS
+@pytest.mark.parametrize("rows", [128, 129, 193, 256, 257, 320, 449])
+def test_the_only_expert(product: str, rows: int) -> None:
+    sizes = {"hidden": 1344, "inter": 1088, "tokens": rows, "experts": 1}
+    tiles(Case(top_k=1, routing="one", product=product, group=0, seed=rows, **sizes))
+
+
+@PRODUCTS
 @pytest.mark.parametrize("columns", [32, 64, 96, 128, 160, 256, 288, 384])
 def test_tails_of_k(product: str, columns: int) -> None:
     sizes = {"hidden": columns, "inter": 96} if product == "gate_up" else {"hidden": 96, "inter": columns}
-    tiles(Case(tokens=200, experts=4, product=product, group=0, **sizes))
+    tiles(Case(tokens=260, experts=4, product=product, group=0, **sizes))
 
 
 @PRODUCTS
@@ -47,6 +64,7 @@ def test_tails_of_k(product: str, columns: int) -> None:
 def test_tails_of_n(product: str, rows: int) -> None:
     sizes = {"hidden": 320, "inter": rows} if product == "gate_up" else {"hidden": rows, "inter": 320}
     tiles(Case(tokens=100, experts=4, product=product, group=0, **sizes))
+    tiles(Case(tokens=270, experts=4, product=product, group=0, **sizes))
 
 
 @PRODUCTS
@@ -87,17 +105,21 @@ def test_a_row_does_not_depend_on_the_size_of_its_block(product: str) -> None:
 
 
 @PRODUCTS
-def test_100_runs_beside_other_work_are_equal_bit_for_bit(product: str) -> None:
-    case = Case(hidden=2880, inter=2880, product=product, group=0, **LADDER_CASE)
-    first = run(case, DEFAULT, Storage.FP8_TILES)
+@STORAGES
+def test_100_runs_beside_other_work_are_equal_bit_for_bit(
+    product: str, storage: Storage, layout: str, options: Options
+) -> None:
+    sizes = LADDER_CASE if storage is Storage.FP8_TILES else {"tokens": 560}
+    case = Case(hidden=2880, inter=2880, product=product, group=0, **sizes)
+    first = run(case, options, storage)
     side = torch.cuda.Stream()
     a = torch.randn(2048, 2048, device="cuda", dtype=torch.bfloat16)
-    packed = case.packed(Storage.FP8_TILES)
+    packed = case.packed(storage)
     case.packed = lambda _storage: packed  # type: ignore[method-assign]
     for _ in range(100):
         with torch.cuda.stream(side):
             a @ a
-        assert_same(case, first, run(case, DEFAULT, Storage.FP8_TILES))
+        assert_same(case, first, run(case, options, storage))
 
 
 @pytest.mark.parametrize("storage", [Storage.MXFP4, Storage.FP8])
@@ -108,40 +130,41 @@ def test_copies_of_either_storage_are_the_same_tiles(storage: Storage) -> None:
     assert torch.equal(copied, case.packed(Storage.FP8_TILES))
 
 
-def test_graph_and_dependent_launch_equal_eager() -> None:
+@STORAGES
+def test_graph_and_dependent_launch_equal_eager(storage: Storage, layout: str, options: Options) -> None:
     """Both products in a chain, three layers of them, captured with dependent launches."""
-    tokens = 300
+    tokens = 520
     first = Case(hidden=2880, inter=2880, tokens=tokens, product="gate_up", group=0)
     second = Case(hidden=2880, inter=2880, tokens=tokens, product="down", group=0, seed=1)
     none = torch.empty(0)
-    weights = [case.packed(Storage.FP8_TILES) for case in (first, second)]
+    weights = [case.packed(storage) for case in (first, second)]
     h = torch.zeros(tokens * first.top_k, 2880, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
     out = torch.zeros(tokens, first.top_k, 2880, dtype=torch.bfloat16, device="cuda")
 
     def layer(options: Options) -> None:
         moe_gate_up(
             first.x, first.x_scale, weights[0], none, first.bias, first.offsets, none, first.slots, first.top_k, LIMIT,
-            ALPHA, TILES, 0, h, None, options,
+            ALPHA, layout, 0, h, None, options,
         )  # fmt: skip
         moe_down(
-            h, None, weights[1], none, second.bias, second.weights, first.offsets, none, first.slots, TILES, 0, out,
+            h, None, weights[1], none, second.bias, second.weights, first.offsets, none, first.slots, layout, 0, out,
             options,
         )  # fmt: skip
 
-    layer(Options())
+    layer(options)
     torch.cuda.synchronize()
     eager = out.clone()
-    for options in (Options(), Options(Plan.PREFILL, flags=library.DEPENDENT_LAUNCH), DEFAULT):
+    for chosen in (options, Options(Plan.PREFILL, flags=library.DEPENDENT_LAUNCH), DEFAULT):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
-            layer(options)
+            layer(chosen)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(3):  # as layers follow each other
-                layer(options)
+                layer(chosen)
         for _ in range(20):
             out.fill_(7)
             graph.replay()
             torch.cuda.synchronize()
-            assert torch.equal(out, eager), options
+            assert torch.equal(out, eager), chosen

@@ -50,6 +50,15 @@ __device__ __forceinline__ void cluster_store(uint32_t mapped, int value) {
   asm volatile("st.shared::cluster.s32 [%0], %1;" ::"r"(mapped), "r"(value) : "memory");
 }
 
+// A word that completes four bytes on a barrier of the same block.
+__device__ __forceinline__ void cluster_store_async(uint32_t mapped, int value,
+                                                    uint32_t mapped_barrier) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.s32 [%0], %1, [%2];" ::"r"(mapped),
+      "r"(value), "r"(mapped_barrier)
+      : "memory");
+}
+
 }  // namespace gptoss
 
 #endif  // GPTOSS_TRT_CORE_CLUSTER_CUH_

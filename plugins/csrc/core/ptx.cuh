@@ -32,6 +32,12 @@ __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t 
                : "memory");
 }
 
+// The same without arriving: the caller arrives later.
+__device__ __forceinline__ void barrier_expect_more(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
 // Returns once the phase with this parity is complete. A fresh barrier counts as having completed
 // a phase of parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -98,6 +104,31 @@ __device__ __forceinline__ void copies_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// `bytes`, a multiple of 16, to the second-level cache.
+__device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
+}
+
+// What no other thread of the block reads and nobody writes.
+__device__ __forceinline__ uint4 load_global_once(const void* source) {
+  uint4 value;
+  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "l"(source));
+  return value;
+}
+
+__device__ __forceinline__ void store_shared_u128(uint32_t address, uint32_t x, uint32_t y,
+                                                  uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),
+               "r"(w)
+               : "memory");
+}
+
+__device__ __forceinline__ void store_shared_f32(uint32_t address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+
 // Orders ordinary writes to shared memory before reads by WGMMA or the copy engine.
 __device__ __forceinline__ void async_proxy_fence() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -106,6 +137,12 @@ __device__ __forceinline__ void async_proxy_fence() {
 __device__ __forceinline__ uint32_t load_shared_u8(uint32_t address) {
   uint32_t value;
   asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int32_t load_shared_s32(uint32_t address) {
+  int32_t value;
+  asm volatile("ld.shared.s32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
   return value;
 }
 

@@ -107,7 +107,8 @@ Params make_params(const Args& args, const Plan& plan, const WorkspaceLayout& la
     p.split_tickets = reinterpret_cast<int32_t*>(workspace + layout.split_tickets);
     p.h_values = reinterpret_cast<float*>(workspace + layout.h_values);
     p.partials = reinterpret_cast<float*>(workspace + layout.partials);
-    p.items_taken = reinterpret_cast<int32_t*>(workspace + layout.items_taken);
+    p.items_taken = reinterpret_cast<int32_t*>(
+        workspace + (plan.tiles ? layout.tile_items : layout.items_taken));
     p.row_info = reinterpret_cast<uint2*>(workspace + layout.row_info);
     p.gathered = workspace + layout.gathered;
     p.sorted_scales = reinterpret_cast<float*>(workspace + layout.sorted_scales);
@@ -170,6 +171,7 @@ gptoss_trt_status check_plan(const Args& args, const Plan& plan) {
                 "moe_gemm_fp8: the prefill plan stores h by fours, n is %d, no multiple of 8",
                 args.n);
   }
+  if (plan.tiles) return GPTOSS_TRT_OK;
   const int bytes = prefill ? plan.prefill.total_bytes : plan.shared.total_bytes;
   if (bytes <= kSharedBytesLimit) return GPTOSS_TRT_OK;
   return fail(
@@ -203,8 +205,8 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
       error = launch_simt(storage, params, options);
       break;
     case GPTOSS_TRT_MOE_PLAN_PREFILL:
-      error = storage == Storage::kFp8Tiles ? launch_tiles(params, options)
-                                            : launch_prefill(storage, params, options);
+      error = plan.tiles ? launch_tiles(storage, params, options)
+                         : launch_prefill(storage, params, options);
       break;
     default:
       error = launch_wgmma(storage, params, options);

@@ -22,8 +22,8 @@ cudaError_t launch_wgmma(Storage storage, const Params& params, const LaunchOpti
 cudaError_t launch_quantise(const Params& params, const LaunchOptions& options);
 // Behind a kernel that brings the activations into tiles.
 cudaError_t launch_prefill(Storage storage, const Params& params, const LaunchOptions& options);
-// On FP8 tiles; behind a kernel that sorts the rows of x.
-cudaError_t launch_tiles(const Params& params, const LaunchOptions& options);
+// On FP8 tiles, or MXFP4 that is expanded into such; behind a kernel that sorts the rows of x.
+cudaError_t launch_tiles(Storage storage, const Params& params, const LaunchOptions& options);
 cudaError_t launch_simt(Storage storage, const Params& params, const LaunchOptions& options);
 
 }  // namespace gptoss::moe

@@ -48,18 +48,24 @@ cudaError_t sort_rows(const Params& params, const LaunchOptions& options) {
   return cudaLaunchKernelEx(&config, sort_rows_kernel, params);
 }
 
-template <bool kGateUp>
+template <bool kGateUp, Storage kStorage>
 cudaError_t launch_shared(const Params& params, const LaunchOptions& options) {
-  return options.share > 1 ? launch<TileShape<kGateUp, 2>>(params, options)
-                           : launch<TileShape<kGateUp, 1>>(params, options);
+  return options.share > 1 ? launch<TileShape<kGateUp, 2, kStorage>>(params, options)
+                           : launch<TileShape<kGateUp, 1, kStorage>>(params, options);
+}
+
+template <bool kGateUp>
+cudaError_t launch_storage(Storage storage, const Params& params, const LaunchOptions& options) {
+  return storage == Storage::kMxfp4 ? launch_shared<kGateUp, Storage::kMxfp4>(params, options)
+                                    : launch_shared<kGateUp, Storage::kFp8Tiles>(params, options);
 }
 
 }  // namespace
 
-cudaError_t launch_tiles(const Params& params, const LaunchOptions& options) {
-  if (!options.gate_up) return launch_shared<false>(params, options);
+cudaError_t launch_tiles(Storage storage, const Params& params, const LaunchOptions& options) {
+  if (!options.gate_up) return launch_storage<false>(storage, params, options);
   const cudaError_t error = sort_rows(params, options);
-  return error == cudaSuccess ? launch_shared<true>(params, options) : error;
+  return error == cudaSuccess ? launch_storage<true>(storage, params, options) : error;
 }
 
 }  // namespace gptoss::moe

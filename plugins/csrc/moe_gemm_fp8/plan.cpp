@@ -101,11 +101,25 @@ bool can_prefill(const gptoss_trt_moe_gemm_args& args) {
          make_prefill_shared(args).total_bytes <= kSharedBytesLimit;
 }
 
+// Into FP8 tiles.
+bool can_expand(const gptoss_trt_moe_gemm_args& args) {
+  const int step = args.product == GPTOSS_TRT_MOE_GATE_UP ? 32 : 8;  // rows are stored by 16 bytes
+  return args.storage == GPTOSS_TRT_MOE_MXFP4 && args.scale_mode == GPTOSS_TRT_SCALE_STATIC &&
+         args.n % step == 0 && args.k_split <= 1;
+}
+
 bool is_prefill(const gptoss_trt_moe_gemm_args& args, int tokens) {
   if (args.plan != GPTOSS_TRT_MOE_PLAN_AUTO) return args.plan == GPTOSS_TRT_MOE_PLAN_PREFILL;
   return tokens > kMostDecodeTokens &&
          rows(args, tokens) >= static_cast<uint64_t>(kPrefillRows) * args.experts &&
          can_prefill(args);
+}
+
+bool expands(const gptoss_trt_moe_gemm_args& args, int tokens) {
+  const int least =
+      args.product == GPTOSS_TRT_MOE_GATE_UP ? kExpandedGateUpRows : kExpandedDownRows;
+  return is_prefill(args, tokens) && can_expand(args) &&
+         rows(args, tokens) >= static_cast<uint64_t>(least) * args.experts;
 }
 
 // The most tokens up to `most` that another plan than prefill serves.
@@ -129,7 +143,8 @@ int scale_group(int scale_mode) {
 
 Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
   Plan plan{};
-  if (args.storage == GPTOSS_TRT_MOE_FP8_TILES) {
+  if (args.storage == GPTOSS_TRT_MOE_FP8_TILES || expands(args, args.tokens)) {
+    plan.tiles = true;
     plan.kind = GPTOSS_TRT_MOE_PLAN_PREFILL;
     plan.token_block = kBlockRows;
     plan.k_split = 1;
@@ -154,15 +169,22 @@ Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
 
 namespace {
 
-// GATE_UP on FP8 tiles: the rows of x by expert, and their scales by token block.
-WorkspaceLayout make_tiles_workspace(const gptoss_trt_moe_gemm_args& args) {
-  WorkspaceLayout layout{};
-  if (args.product != GPTOSS_TRT_MOE_GATE_UP) return layout;
+// GATE_UP on FP8 tiles: scales of x by token block.
+uint64_t sorted_scale_bytes(const gptoss_trt_moe_gemm_args& args) {
   const uint64_t count = rows(args, args.max_tokens);
   const uint64_t blocks = count / kBlockRows + std::min<uint64_t>(args.experts, count);
-  layout.sorted_scales = align_workspace(count * args.k);
-  layout.total_bytes =
-      layout.sorted_scales + align_workspace(blocks * records(args.k) * kBlockRows * sizeof(float));
+  return blocks * records(args.k) * kBlockRows * sizeof(float);
+}
+
+// The counter of items; GATE_UP: the rows of x by expert, and their scales.
+WorkspaceLayout make_tiles_workspace(const gptoss_trt_moe_gemm_args& args) {
+  WorkspaceLayout layout{};
+  layout.counter_bytes = layout.total_bytes = align_workspace(sizeof(int32_t));
+  if (args.product != GPTOSS_TRT_MOE_GATE_UP) return layout;
+  const uint64_t count = rows(args, args.max_tokens);
+  layout.gathered = layout.counter_bytes;
+  layout.sorted_scales = layout.gathered + align_workspace(count * args.k);
+  layout.total_bytes = layout.sorted_scales + align_workspace(sorted_scale_bytes(args));
   return layout;
 }
 
@@ -193,12 +215,15 @@ WorkspaceLayout make_workspace(const gptoss_trt_moe_gemm_args& args) {
     return at;
   };
   layout.split_tickets = take(partials > 0 ? blocks * strips(args.n) * sizeof(int32_t) : 0);
+  layout.tile_items = take(prefills && can_expand(args) ? sizeof(int32_t) : 0);
   layout.counter_bytes = end;
   layout.h_values = take(through_values ? rows(args, most) * (args.n / 2) * sizeof(float) : 0);
   layout.partials = take(partials);
   layout.items_taken = take(prefills ? sizeof(int32_t) : 0);
   layout.row_info = take(prefills && !quantises ? gathered_rows * 2 * sizeof(int32_t) : 0);
   layout.gathered = take(prefills ? gathered_rows * records(args.k) * tile_row_bytes(args) : 0);
+  layout.sorted_scales =
+      take(prefills && quantises && can_expand(args) ? sorted_scale_bytes(args) : 0);
   layout.total_bytes = end;
   return layout;
 }

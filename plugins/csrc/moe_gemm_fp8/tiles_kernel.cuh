@@ -6,7 +6,9 @@
 // run.
 //
 // A cluster of two blocks (kShare) multiplies the same tokens with two tiles and copies the tokens
-// once. One warp finds the items and what their ends need, a thread of another copies.
+// once. Items are taken from a counter, because they cost as much as their rows: one warp takes
+// them and finds what their ends need, a thread of another copies (tiles_producer.cuh). Weights
+// that lie as MXFP4 are expanded into such tiles by warps ahead of the products (tiles_expand.cuh).
 //
 // Invariant: a result depends on its own row of x and its expert's weights only: records are added
 // in their order, whatever the token block.
@@ -23,183 +25,14 @@
 #include "core/ptx.cuh"
 #include "dense_fp8/instructions.cuh"
 #include "moe_gemm_fp8/epilogue.cuh"
+#include "moe_gemm_fp8/tiles_expand.cuh"
+#include "moe_gemm_fp8/tiles_producer.cuh"
 #include "moe_gemm_fp8/tiles_schedule.cuh"
 
 namespace gptoss::moe {
 
-using dense_fp8::copy_box;
 using dense_fp8::multiply;
 using dense_fp8::swizzled_rows;
-
-constexpr int kTileConsumerWarps = kTileConsumers * 4;
-constexpr int kTileThreads = (kTileConsumers + 1) * 128;
-// A launch of kTileThreads gets 168 registers a thread: 256 x 232 + 128 x 40 are as many.
-constexpr int kTileConsumerRegisters = 232;
-constexpr int kTileProducerRegisters = 40;
-constexpr int kTileSwizzle = 1024;
-constexpr int kItemSlots = 2;
-constexpr int kTileStages = 4;
-constexpr int kChunkBytes = kChunkRows * kRecordColumns;
-
-// An item and what its end needs.
-struct TileSlot {
-  TileItem item;
-  uint2 rows[kBlockRows];    // DOWN: output slot and routing weight
-  uint16_t bias[kTileRows];  // bf16 bits
-};
-
-// Byte offsets from a multiple of kTileSwizzle.
-template <bool kGateUp, int kSharing>
-struct TileShape {
-  static constexpr bool kGate = kGateUp;
-  static constexpr int kShare = kSharing, kStages = kTileStages;
-  static constexpr int kTokenBytes = kBlockRows * kRecordColumns;
-  static constexpr int kScalesAt = kTokenBytes + kTileBytes;
-  static constexpr int kStageBytes =
-      (kScalesAt + kBlockRows * 4 + kTileSwizzle - 1) / kTileSwizzle * kTileSwizzle;
-  static constexpr int kSlotsAt = kStages * kStageBytes;
-  static constexpr int kBarriersAt = kSlotsAt + kItemSlots * static_cast<int>(sizeof(TileSlot));
-  static constexpr int kTablesAt = kBarriersAt + 2 * 8 * (kStages + kItemSlots);
-  static constexpr int shared_bytes(int experts) {
-    return kTablesAt + 2 * (experts + 1) * 4 + kTileSwizzle;
-  }
-};
-
-template <typename S>
-struct TileMemory {
-  uint8_t* base;
-  uint32_t address;
-
-  __device__ uint32_t tokens(int stage) const { return address + stage * S::kStageBytes; }
-  __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
-  __device__ uint32_t weight_scale(int stage) const {
-    return weights(stage) + kTileRows * kRecordColumns;
-  }
-  __device__ uint32_t scales(int stage) const { return tokens(stage) + S::kScalesAt; }
-  __device__ TileSlot& slot(int i) const {
-    return reinterpret_cast<TileSlot*>(base + S::kSlotsAt)[i];
-  }
-  __device__ uint32_t full(int stage) const { return address + S::kBarriersAt + 8 * stage; }
-  __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
-  __device__ uint32_t item_full(int i) const { return empty(S::kStages) + 8 * i; }
-  __device__ uint32_t item_empty(int i) const { return item_full(kItemSlots) + 8 * i; }
-  __device__ int32_t* tables() const { return reinterpret_cast<int32_t*>(base + S::kTablesAt); }
-};
-
-template <int kCount>
-struct RingPlace {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void step() {
-    if (++stage == kCount) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
-
-// ---- producers ------------------------------------------------------------------------------
-
-// copy_box to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
-__device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, int column,
-                                                int row, uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
-// One warp: items, their bias and rows.
-template <typename S>
-__device__ inline void produce_slots(const Params& p, const TileMemory<S>& memory) {
-  const int lane = threadIdx.x % 32;
-  const int rank = S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0;
-  const TileTables tables(memory.tables(), p.experts);
-  const int total = tables.blocks_before[p.experts] * ceil_div(p.weight_tiles, S::kShare);
-  int expert = 0;
-  RingPlace<kItemSlots> place;
-  for (int index = blockIdx.x / S::kShare;; index += gridDim.x / S::kShare, place.step()) {
-    TileSlot& slot = memory.slot(place.stage);
-    barrier_wait(memory.item_empty(place.stage), place.parity ^ 1);
-    if (index >= total) {
-      if (lane == 0) slot.item.expert = -1;
-      __syncwarp();
-      if (lane == 0) barrier_arrive(memory.item_full(place.stage));
-      return;
-    }
-    const TileItem item = make_item<S::kShare>(p, tables, index, rank, expert);
-    if (lane == 0) slot.item = item;
-    const int column = item.tile * kTileRows + lane * 4;
-    uint2 bias = make_uint2(0, 0);
-    if (p.bias != nullptr && column < p.n) {
-      bias = __ldg(reinterpret_cast<const uint2*>(p.bias + static_cast<int64_t>(item.expert) * p.n +
-                                                  column));
-    }
-    *reinterpret_cast<uint2*>(slot.bias + lane * 4) = bias;
-    if constexpr (!S::kGate) {
-      for (int row = lane; row < item.rows; row += 32) {
-        const int target = __ldg(p.row_slots + item.first + row);
-        slot.rows[row] = make_uint2(target, __float_as_uint(__ldg(p.expert_weights + target)));
-      }
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(memory.item_full(place.stage));
-  }
-}
-
-// One thread: tokens, weights, scales.
-template <typename S>
-__device__ inline void produce_stages(const Params& p, const TileMemory<S>& memory,
-                                      const CUtensorMap& map) {
-  constexpr int kBoxRows = kChunkRows / S::kShare, kBoxBytes = kChunkBytes / S::kShare;
-  const int rank = S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0;
-  RingPlace<S::kStages> place;
-  RingPlace<kItemSlots> slots;
-  for (;; slots.step()) {
-    barrier_wait(memory.item_full(slots.stage), slots.parity);
-    const TileItem item = memory.slot(slots.stage).item;
-    if (item.expert < 0) return;
-    barrier_arrive(memory.item_empty(slots.stage));
-    const uint8_t* weights = p.weights + item.expert * p.expert_bytes +
-                             static_cast<int64_t>(item.tile) * p.records * kTileBytes;
-    const float* scales = p.sorted_scales + item.scales;
-    const uint32_t scale_bytes = S::kGate ? item.chunks * kChunkRows * 4 : 0;
-    const uint32_t bytes = item.chunks * kChunkBytes + kTileBytes + scale_bytes;
-#pragma unroll 1
-    for (int record = 0; record < p.records; ++record, place.step()) {
-      const int stage = place.stage;
-      const uint32_t full = memory.full(stage);
-      barrier_wait(memory.empty(stage), place.parity ^ 1);
-      if (item.chunks == 0) {
-        barrier_arrive(full);
-        continue;
-      }
-      barrier_expect_bytes(full, bytes);
-      const int column = record * kRecordColumns;
-      for (int chunk = 0; chunk < item.chunks; ++chunk) {
-        const uint32_t to = memory.tokens(stage) + chunk * kChunkBytes;
-        const int row = item.first + chunk * kChunkRows;
-        if constexpr (S::kShare == 1) {
-          copy_box(to, map, column, row, full);
-        } else if (item.shared) {
-          copy_box_to_all(to + rank * kBoxBytes, map, column, row + rank * kBoxRows, full,
-                          (1 << S::kShare) - 1);
-        } else {
-          for (int part = 0; part < S::kShare; ++part) {
-            copy_box(to + part * kBoxBytes, map, column, row + part * kBoxRows, full);
-          }
-        }
-      }
-      bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
-                kTileBytes, full);
-      if constexpr (S::kGate) {
-        bulk_copy(memory.scales(stage), scales + record * kBlockRows, scale_bytes, full);
-      }
-    }
-  }
-}
 
 // ---- consumers ------------------------------------------------------------------------------
 
@@ -254,7 +87,7 @@ __device__ __forceinline__ TileScales load_scales(const TileMemory<S>& memory, c
 
 // sum = the products of an item with kOwn chunks, record by record. What the next instructions need
 // is read while these run: a warpgroup that is done with its additions starts them at once.
-template <typename S, int kOwn>
+template <typename S, int kOwn, int kColumns>
 __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<S>& memory,
                                               const TileLane& lane, RingPlace<S::kStages>& place,
                                               TileSums& sum) {
@@ -262,9 +95,10 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
 #pragma unroll
-    for (int i = 0; i < kTileRows / 2; ++i) sum[own][i] = 0.0f;
+    for (int i = 0; i < kColumns / 2; ++i) sum[own][i] = 0.0f;
   }
   barrier_wait(memory.full(place.stage), place.parity);
+  if constexpr (S::kExpand) async_proxy_fence();
   float tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
   TileScales next = load_scales(memory, lane, place.stage, 0, tile_scale);
 #pragma unroll 1
@@ -274,14 +108,14 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
       const uint64_t tokens = swizzled_rows(memory.tokens(stage) + lane.chunk(own) * kChunkBytes);
-      float part[kTileRows / 2];
+      float part[kColumns / 2];
       wgmma_fence();
       if (left > 0 || p.tail_halves == 2) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) multiply<kTileRows>(part, tokens + 2 * i, weights + 2 * i, i);
+        for (int i = 0; i < 4; ++i) multiply<kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
       } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) multiply<kTileRows>(part, tokens + 2 * i, weights + 2 * i, i);
+        for (int i = 0; i < 2; ++i) multiply<kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
       }
       wgmma_commit();
       const TileScales now = next;
@@ -291,6 +125,7 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
         place.step();
         if (left > 0) {
           barrier_wait(memory.full(place.stage), place.parity);
+          if constexpr (S::kExpand) async_proxy_fence();
           tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
           next = load_scales(memory, lane, place.stage, 0, tile_scale);
         }
@@ -299,7 +134,7 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
       wgmma_settle(part);
       if (own + 1 == kOwn) release_stage(memory, stage, lane.leader);
 #pragma unroll
-      for (int i = 0; i < kTileRows / 2; ++i) {
+      for (int i = 0; i < kColumns / 2; ++i) {
         sum[own][i] = fmaf(part[i], i % 4 < 2 ? now.low : now.high, sum[own][i]);
       }
     }
@@ -350,13 +185,25 @@ __device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
 }
 
 // Columns `column` + 8j of the item's bias, and the next, as bf16 bits.
+template <int kColumns, bool kPermuted>
 struct TileBias {
-  uint32_t pairs[kTileRows / 8];
+  uint32_t pairs[kColumns / 8];
 
   __device__ __forceinline__ TileBias(const TileSlot& slot, const TileLane& lane) {
+    if constexpr (kPermuted) {
 #pragma unroll
-    for (int j = 0; j < kTileRows / 8; ++j) {
-      pairs[j] = *reinterpret_cast<const uint32_t*>(slot.bias + lane.column + 8 * j);
+      for (int j = 0; j < kColumns / 8; j += 4) {
+        const uint4 four = *reinterpret_cast<const uint4*>(slot.bias + lane.column * 4 + 8 * j);
+        pairs[j] = four.x;
+        pairs[j + 1] = four.y;
+        pairs[j + 2] = four.z;
+        pairs[j + 3] = four.w;
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < kColumns / 8; ++j) {
+        pairs[j] = *reinterpret_cast<const uint32_t*>(slot.bias + lane.column + 8 * j);
+      }
     }
   }
   __device__ __forceinline__ float even(int j) const { return __uint_as_float(pairs[j] << 16); }
@@ -365,13 +212,14 @@ struct TileBias {
   }
 };
 
-// A thread has channels 4j + t of a row, and stores the 16 from 16t on.
-template <int kOwn>
+// A thread has channels 4j + t of a row (permuted: 16 (j / 4) + 4t + j % 4), and stores the 16 from
+// 16t on.
+template <int kOwn, bool kPermuted>
 __device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, const TileLane& lane,
                                         const TileSums& sum) {
   const int channels = p.n / 2;
   const int channel = slot.item.tile * (kTileRows / 2) + threadIdx.x % 4 * 16;
-  const TileBias bias(slot, lane);
+  const TileBias<kTileRows, kPermuted> bias(slot, lane);
 #pragma unroll
   for (int own = 0; own < kOwn; ++own) {
     uint32_t words[2][4];
@@ -396,7 +244,9 @@ __device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, c
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       transpose_quad(words[row]);
-      const uint4 codes = transpose_bytes(words[row]);
+      const uint4 codes =
+          kPermuted ? make_uint4(words[row][0], words[row][1], words[row][2], words[row][3])
+                    : transpose_bytes(words[row]);
       const int token = lane.token(own) + 8 * row;
       if (token < slot.item.rows && channel < channels) {
         *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) +
@@ -407,11 +257,11 @@ __device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, c
   }
 }
 
-template <int kOwn>
+template <int kOwn, int kColumns, bool kPermuted>
 __device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
                                           const TileLane& lane, const TileSums& sum) {
   const int first = slot.item.tile * kTileRows;
-  const TileBias bias(slot, lane);
+  const TileBias<kColumns, kPermuted> bias(slot, lane);
   uint2 rows[kOwn][2];
 #pragma unroll
   for (int i = 0; i < 2 * kOwn; ++i) rows[i / 2][i % 2] = slot.rows[lane.token(i / 2) + i % 2 * 8];
@@ -425,7 +275,7 @@ __device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
       const float weight = __uint_as_float(info.y);
       const int64_t at = static_cast<int64_t>(info.x) * p.n + first;
 #pragma unroll
-      for (int j = 0; j < kTileRows / 8; j += 4) {
+      for (int j = 0; j < kColumns / 8; j += 4) {
         float2 values[4];
         uint32_t words[4];
 #pragma unroll
@@ -439,14 +289,15 @@ __device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
         if (p.out_fp32) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int column = lane.column + 8 * (j + i);
+            const int column =
+                kPermuted ? 8 * j + 4 * lane.column + 2 * i : lane.column + 8 * (j + i);
             if (present && first + column < p.n) {
               *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + column) = values[i];
             }
           }
           continue;
         }
-        transpose_quad(words);
+        if constexpr (!kPermuted) transpose_quad(words);
         const int column = 8 * (j + threadIdx.x % 4);
         if (present && first + column < p.n) {
           *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at + column) =
@@ -457,17 +308,31 @@ __device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
   }
 }
 
-template <typename S, int kOwn>
+template <typename S, int kOwn, int kColumns = kTileRows>
 __device__ __forceinline__ void consume_item(const Params& p, const TileMemory<S>& memory,
                                              const TileSlot& slot, const TileLane& lane,
                                              RingPlace<S::kStages>& place) {
   TileSums sum;
-  multiply_item<S, kOwn>(p, memory, lane, place, sum);
+  multiply_item<S, kOwn, kColumns>(p, memory, lane, place, sum);
   if constexpr (S::kGate) {
-    store_h<kOwn>(p, slot, lane, sum);
+    store_h<kOwn, S::kExpand>(p, slot, lane, sum);
   } else {
-    store_out<kOwn>(p, slot, lane, sum);
+    store_out<kOwn, kColumns, S::kExpand>(p, slot, lane, sum);
   }
+}
+
+// DOWN has tiles whose second half lies behind n: the first is multiplied alone.
+template <typename S, int kOwn>
+__device__ __forceinline__ void consume_chunks(const Params& p, const TileMemory<S>& memory,
+                                               const TileSlot& slot, const TileLane& lane,
+                                               RingPlace<S::kStages>& place) {
+  if constexpr (!S::kGate) {
+    if ((slot.item.tile + 1) * kTileRows - p.n >= kTileRows / 2) {
+      consume_item<S, kOwn, kTileRows / 2>(p, memory, slot, lane, place);
+      return;
+    }
+  }
+  consume_item<S, kOwn>(p, memory, slot, lane, place);
 }
 
 template <typename S>
@@ -481,9 +346,9 @@ __device__ __forceinline__ void consume_items(const Params& p, const TileMemory<
     if (slot.item.expert < 0) return;
     const int own = ceil_div(slot.item.chunks - lane.warpgroup, kTileConsumers);
     if (own == kOwnChunks) {
-      consume_item<S, kOwnChunks>(p, memory, slot, lane, place);
+      consume_chunks<S, kOwnChunks>(p, memory, slot, lane, place);
     } else if (own == 1) {
-      consume_item<S, 1>(p, memory, slot, lane, place);
+      consume_chunks<S, 1>(p, memory, slot, lane, place);
     } else {
       pass_item(p, memory, lane, place);
     }
@@ -492,20 +357,31 @@ __device__ __forceinline__ void consume_items(const Params& p, const TileMemory<
   }
 }
 
+__constant__ constexpr CodeTable kTileCodes = make_code_table();
+
 template <typename S>
 __global__ void __launch_bounds__(kTileThreads, 1)
     moe_gemm_tiles_kernel(const __grid_constant__ Params p,
                           const __grid_constant__ CUtensorMap map) {
   extern __shared__ uint8_t tiles_shared[];
+  __shared__ __align__(128) ReaderTable table;
   const uint32_t start = shared_address(tiles_shared);
   const uint32_t skipped = (kTileSwizzle - start % kTileSwizzle) % kTileSwizzle;
   const TileMemory<S> memory{tiles_shared + skipped, start + skipped};
   if (threadIdx.x < S::kStages) {
-    barrier_init(memory.full(threadIdx.x), 1);
+    barrier_init(memory.full(threadIdx.x), S::kExpand ? S::kExpandingWarps : 1);
     barrier_init(memory.empty(threadIdx.x), kTileConsumerWarps * S::kShare);
   } else if (threadIdx.x >= 32 && threadIdx.x < 32 + kItemSlots) {
     barrier_init(memory.item_full(threadIdx.x - 32), 1);
-    barrier_init(memory.item_empty(threadIdx.x - 32), kTileConsumerWarps + 1);
+    barrier_init(memory.item_empty(threadIdx.x - 32),
+                 kTileConsumerWarps + (S::kExpand ? S::kExpandingWarps : 1));
+    barrier_init(memory.index_full(threadIdx.x - 32), 1);
+    barrier_init(memory.index_read(threadIdx.x - 32), S::kShare > 1 ? S::kShare - 1 : 1);
+  } else if (threadIdx.x == 64) {
+    barrier_init(memory.wanted(), 1);
+  } else if (S::kExpand && threadIdx.x >= 96 && threadIdx.x < 96 + kTableRows) {
+    const int row = threadIdx.x - 96;
+    table.rows[row].codes = make_uint2(kTileCodes.words[row][0], kTileCodes.words[row][1]);
   }
   barrier_init_fence();
   dependency_wait();
@@ -513,15 +389,17 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   TileTables(memory.tables(), p.experts).fill(p);
   if constexpr (S::kShare > 1) cluster_sync();
   if (threadIdx.x >= kTileConsumerWarps * 32) {
-    registers_release<kTileProducerRegisters>();
+    registers_release<S::kProducerRegisters>();
     const int warp = threadIdx.x / 32 - kTileConsumerWarps;
-    if (warp == 0 && threadIdx.x % 32 == 0) {
+    if constexpr (S::kExpand) {
+      expand_stages<S>(p, memory, table, map);
+    } else if (warp == 0 && threadIdx.x % 32 == 0) {
       produce_stages<S>(p, memory, map);
     } else if (warp == 1) {
       produce_slots<S>(p, memory);
     }
   } else {
-    registers_claim<kTileConsumerRegisters>();
+    registers_claim<S::kConsumerRegisters>();
     consume_items<S>(p, memory);
   }
   if constexpr (S::kShare > 1) {

@@ -102,7 +102,12 @@ struct WeightReader<Storage::kMxfp4> {
                                                      Fragments& a) {
     const uint2 low = table.codes((raw.shifts[half] << 4) & 0xF0);
     const uint2 high = table.codes(raw.shifts[half] & 0xF0);
-    const uint4 words = raw.words[half];
+    expand_words(raw.words[half], low, high, half, a);
+  }
+
+  // The same, given the codes of this thread's two rows.
+  static __device__ __forceinline__ void expand_words(const uint4& words, uint2 low, uint2 high,
+                                                      int half, Fragments& a) {
     expand_word(words.x, low, a[2 * half][0], a[2 * half][2]);
     expand_word(words.y, high, a[2 * half][1], a[2 * half][3]);
     expand_word(words.z, low, a[2 * half + 1][0], a[2 * half + 1][2]);

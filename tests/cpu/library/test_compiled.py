@@ -176,7 +176,8 @@ def test_prefill_keeps_its_tiles_in_the_workspace(library: Library) -> None:
         size = library.moe_gemm_workspace(arguments(plan=Plan.PREFILL, tokens=tokens, max_tokens=tokens))
         assert 0 <= size - (4 * tokens + 31 * min(32, 4 * tokens)) * per_row <= 1024
     large = arguments(tokens=4096, max_tokens=4096, scale_mode=ScaleMode.STATIC)
-    assert library.moe_gemm_workspace(large) == size
+    scales = (4 * 4096 // 256 + 32) * 23 * 256 * 4  # where it is expanded into FP8 tiles
+    assert 0 <= library.moe_gemm_workspace(large) - size - scales <= 1024
     small = arguments(tokens=1, max_tokens=256, scale_mode=ScaleMode.STATIC)
     assert library.moe_gemm_workspace(small) == 0
 
@@ -198,9 +199,9 @@ def test_tiles_keep_sorted_rows_and_their_scales_in_the_workspace(library: Libra
     for tokens in (1, 300, 4096):
         size = library.moe_gemm_workspace(arguments(**TILES, tokens=tokens, max_tokens=tokens))
         rows = 4 * tokens
-        assert 0 <= size - rows * 2880 - (rows // 256 + min(32, rows)) * 23 * 256 * 4 < 512
+        assert 0 <= size - rows * 2880 - (rows // 256 + min(32, rows)) * 23 * 256 * 4 < 768
     down = arguments(**TILES, product=Product.DOWN, out_dtype=OutDtype.BF16, n=2880)
-    assert library.moe_gemm_workspace(down) == 0
+    assert library.moe_gemm_workspace(down) == 256  # the items that have been taken
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,328 @@
+// Of the plan of FP8 tiles: what lies in a block's shared memory, and who fills it where weights
+// come as FP8 tiles.
+#ifndef GPTOSS_TRT_MOE_GEMM_FP8_TILES_PRODUCER_CUH_
+#define GPTOSS_TRT_MOE_GEMM_FP8_TILES_PRODUCER_CUH_
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "core/cluster.cuh"
+#include "core/ptx.cuh"
+#include "dense_fp8/instructions.cuh"
+#include "moe_gemm_fp8/tiles_schedule.cuh"
+
+namespace gptoss::moe {
+
+using dense_fp8::copy_box;
+
+constexpr int kTileConsumerWarps = kTileConsumers * 4;
+constexpr int kTileThreads = (kTileConsumers + 1) * 128;
+constexpr int kTileSwizzle = 1024;
+constexpr int kItemSlots = 2;
+constexpr int kTileStages = 4;
+constexpr int kChunkBytes = kChunkRows * kRecordColumns;
+// An item is taken this many records before the last of the one ahead: not earlier, because some
+// cost a quarter of others.
+constexpr int kTakeAhead = 6;
+constexpr int kTileStrips = kTileRows / kStripRows;
+
+constexpr int kTakingBytes = 8 + (8 + 8 + 4) * kItemSlots;  // TileMemory::wanted() and behind it
+
+// An item and what its end needs.
+struct TileSlot {
+  TileItem item;
+  uint2 rows[kBlockRows];    // DOWN: output slot and routing weight
+  uint16_t bias[kTileRows];  // bf16 bits
+};
+
+// Byte offsets from a multiple of kTileSwizzle.
+template <bool kGateUp, int kSharing, Storage kStorage>
+struct TileShape {
+  static constexpr bool kGate = kGateUp;
+  static constexpr bool kExpand = kStorage == Storage::kMxfp4;
+  // A launch of kTileThreads gets 168 registers a thread, and these are as many.
+  static constexpr int kConsumerRegisters = kExpand ? 208 : 224;
+  static constexpr int kProducerRegisters = kExpand ? 88 : 56;
+  static constexpr int kExpandingWarps = kExpand ? 4 : 0;
+  static constexpr int kShare = kSharing, kStages = kTileStages;
+  static constexpr int kTokenBytes = kBlockRows * kRecordColumns;
+  static constexpr int kScalesAt = kTokenBytes + kTileBytes;
+  static constexpr int kStageBytes =
+      (kScalesAt + kBlockRows * 4 + kTileSwizzle - 1) / kTileSwizzle * kTileSwizzle;
+  static constexpr int kSlotsAt = kStages * kStageBytes;
+  static constexpr int kBarriersAt = kSlotsAt + kItemSlots * static_cast<int>(sizeof(TileSlot));
+  static constexpr int kTablesAt = kBarriersAt + 2 * 8 * (kStages + kItemSlots) + kTakingBytes;
+  static constexpr int shared_bytes(int experts) {
+    return kTablesAt + 2 * (experts + 1) * 4 + kTileSwizzle;
+  }
+};
+
+template <typename S>
+struct TileMemory {
+  uint8_t* base;
+  uint32_t address;
+
+  __device__ uint32_t tokens(int stage) const { return address + stage * S::kStageBytes; }
+  __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
+  __device__ uint32_t weight_scale(int stage) const {
+    return weights(stage) + kTileRows * kRecordColumns;
+  }
+  __device__ uint32_t scales(int stage) const { return tokens(stage) + S::kScalesAt; }
+  __device__ TileSlot& slot(int i) const {
+    return reinterpret_cast<TileSlot*>(base + S::kSlotsAt)[i];
+  }
+  __device__ uint32_t full(int stage) const { return address + S::kBarriersAt + 8 * stage; }
+  __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
+  __device__ uint32_t item_full(int i) const { return empty(S::kStages) + 8 * i; }
+  __device__ uint32_t item_empty(int i) const { return item_full(kItemSlots) + 8 * i; }
+  // The next item may be taken. Its index has come, from the first block of the cluster to the
+  // others; there: it has been read.
+  __device__ uint32_t wanted() const { return item_empty(kItemSlots); }
+  __device__ uint32_t index_full(int i) const { return wanted() + 8 + 8 * i; }
+  __device__ uint32_t index_read(int i) const { return wanted() + 24 + 8 * i; }
+  __device__ uint32_t index(int i) const { return wanted() + 40 + 4 * i; }
+  __device__ int32_t* tables() const { return reinterpret_cast<int32_t*>(base + S::kTablesAt); }
+};
+
+template <int kCount>
+struct RingPlace {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void step() {
+    if (++stage == kCount) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// ---- producers ------------------------------------------------------------------------------
+
+// copy_box to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
+__device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, int column,
+                                                int row, uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
+// Fills the slots of items, one warp, in steps that do not wait for memory when others come between
+// them: ask, write, copy_weights, finish. All but finish return at once where there are no more
+// items.
+template <typename S>
+class SlotFiller {
+ public:
+  __device__ __forceinline__ SlotFiller(const Params& p, const TileMemory<S>& memory)
+      : p_(p),
+        memory_(memory),
+        tables_(memory.tables(), p.experts),
+        rank_(S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0),
+        total_(tables_.blocks_before[p.experts] * ceil_div(p.weight_tiles, S::kShare)) {}
+
+  __device__ __forceinline__ void fill_first() {
+    write(blockIdx.x / S::kShare);
+    copy_weights();
+    finish();
+  }
+
+  __device__ __forceinline__ bool has_item() const { return rows_ >= 0; }
+
+  // For the next item; the first block of a cluster takes it for all.
+  __device__ __forceinline__ int ask() const {
+    int taken = 0;
+    if (rank_ == 0 && threadIdx.x % 32 == 0) taken = atomicAdd(p_.items_taken, 1);
+    return taken;
+  }
+
+  // `taken` is what ask() returned.
+  __device__ __forceinline__ void write_next(int taken) { write(next(taken)); }
+
+  // Routing weights, once their slots have come.
+  __device__ __forceinline__ void copy_weights() {
+    if constexpr (S::kGate) return;
+    copies_wait_all();
+    TileSlot& slot = memory_.slot(place_.stage);
+    for (int row = threadIdx.x % 32; row < rows_; row += 32) {
+      copy_word_async(shared_address(&slot.rows[row].y), p_.expert_weights + slot.rows[row].x,
+                      true);
+    }
+  }
+
+  // False: the slot says that there are no more items.
+  __device__ __forceinline__ bool finish() {
+    copies_wait_all();
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) barrier_arrive(memory_.item_full(place_.stage));
+    place_.step();
+    return rows_ >= 0;
+  }
+
+ private:
+  __device__ __forceinline__ int next(int taken) {
+    int index = 0;
+    if (threadIdx.x % 32 == 0) {
+      const uint32_t full = memory_.index_full(taken_.stage), here = memory_.index(taken_.stage);
+      const uint32_t read = memory_.index_read(taken_.stage);
+      if (rank_ == 0) {
+        if (taken + 1 == total_) *p_.items_taken = 0;  // nobody takes another
+        index = taken + gridDim.x / S::kShare;
+        if constexpr (S::kShare > 1) {
+          barrier_wait(read, taken_.parity ^ 1);
+#pragma unroll
+          for (int other = 1; other < S::kShare; ++other) {
+            cluster_store_async(cluster_address(here, other), index, cluster_address(full, other));
+          }
+        }
+      } else {
+        barrier_expect_bytes(full, sizeof(int32_t));
+        barrier_wait(full, taken_.parity);
+        index = load_shared_s32(here);
+        cluster_arrive(cluster_address(read, 0));
+      }
+    }
+    taken_.step();
+    return __shfl_sync(0xFFFFFFFFu, index, 0);
+  }
+
+  __device__ __forceinline__ void write(int index) {
+    const int lane = threadIdx.x % 32;
+    TileSlot& slot = memory_.slot(place_.stage);
+    barrier_wait(memory_.item_empty(place_.stage), place_.parity ^ 1);
+    if (index >= total_) {
+      if (lane == 0) slot.item.expert = -1;
+      rows_ = -1;
+      return;
+    }
+    const TileItem item = make_item<S::kShare>(p_, tables_, index, rank_, expert_);
+    rows_ = item.rows;
+    if (lane == 0) {
+      slot.item = item;
+      if constexpr (S::kExpand) {
+        const int strips = min(p_.strips - item.tile * kTileStrips, kTileStrips);
+        prefetch_to_l2(p_.weights + item.expert * p_.expert_bytes +
+                           static_cast<int64_t>(item.tile) * kTileStrips * p_.strip_bytes,
+                       strips * p_.strip_bytes);
+      }
+    }
+    const uint16_t* bias = p_.bias + static_cast<int64_t>(item.expert) * p_.n;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {  // n is even
+      const int inside = lane * 4 + 2 * i, column = item.tile * kTileRows + inside;
+      const bool present = p_.bias != nullptr && column < p_.n;
+      copy_word_async(shared_address(slot.bias + inside),
+                      present ? static_cast<const void*>(bias + column) : p_.weights, present);
+    }
+    if constexpr (!S::kGate) {
+      for (int row = lane; row < item.rows; row += 32) {
+        copy_word_async(shared_address(&slot.rows[row].x), p_.row_slots + item.first + row, true);
+      }
+    }
+  }
+
+  const Params& p_;
+  const TileMemory<S>& memory_;
+  const TileTables tables_;
+  const int rank_;
+  const int total_;
+  int expert_ = 0;
+  int rows_ = 0;  // of the item being written; negative: there is none
+  RingPlace<kItemSlots> place_;
+  RingPlace<kItemSlots> taken_;
+};
+
+// One warp.
+template <typename S>
+__device__ inline void produce_slots(const Params& p, const TileMemory<S>& memory) {
+  SlotFiller<S> filler(p, memory);
+  uint32_t parity = 0;
+  filler.fill_first();
+  for (bool more = filler.has_item(); more; more = filler.finish()) {
+    barrier_wait(memory.wanted(), parity);
+    parity ^= 1;
+    filler.write_next(filler.ask());
+    filler.copy_weights();
+  }
+}
+
+// Record of an item at which the next is taken.
+__device__ __forceinline__ int taking_record(const Params& p) {
+  return max(p.records - 1 - kTakeAhead, 0);
+}
+
+template <typename S>
+__device__ __forceinline__ uint32_t token_bytes(const TileItem& item) {
+  return item.chunks * (kChunkBytes + (S::kGate ? kChunkRows * 4 : 0));
+}
+
+// Tokens of a chunk and record to `stage`, whose barrier is told of their bytes by the caller.
+template <typename S>
+__device__ __forceinline__ void copy_chunk(const Params& p, const TileMemory<S>& memory,
+                                           const CUtensorMap& map, const TileItem& item, int rank,
+                                           int chunk, int record, int stage) {
+  constexpr int kBoxRows = kChunkRows / S::kShare, kBoxBytes = kChunkBytes / S::kShare;
+  const uint32_t full = memory.full(stage);
+  const int column = record * kRecordColumns;
+  const uint32_t to = memory.tokens(stage) + chunk * kChunkBytes;
+  const int row = item.first + chunk * kChunkRows;
+  if constexpr (S::kShare == 1) {
+    copy_box(to, map, column, row, full);
+  } else if (item.shared) {
+    copy_box_to_all(to + rank * kBoxBytes, map, column, row + rank * kBoxRows, full,
+                    (1 << S::kShare) - 1);
+  } else {
+    for (int part = 0; part < S::kShare; ++part) {
+      copy_box(to + part * kBoxBytes, map, column, row + part * kBoxRows, full);
+    }
+  }
+}
+
+// The same of the scales of all tokens.
+template <typename S>
+__device__ __forceinline__ void copy_scales(const Params& p, const TileMemory<S>& memory,
+                                            const TileItem& item, int record, int stage) {
+  bulk_copy(memory.scales(stage), p.sorted_scales + item.scales + record * kBlockRows,
+            item.chunks * kChunkRows * 4, memory.full(stage));
+}
+
+// One thread: tokens, weights, scales.
+template <typename S>
+__device__ inline void produce_stages(const Params& p, const TileMemory<S>& memory,
+                                      const CUtensorMap& map) {
+  const int rank = S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0;
+  RingPlace<S::kStages> place;
+  RingPlace<kItemSlots> slots;
+  for (;; slots.step()) {
+    barrier_wait(memory.item_full(slots.stage), slots.parity);
+    const TileItem item = memory.slot(slots.stage).item;
+    if (item.expert < 0) return;
+    barrier_arrive(memory.item_empty(slots.stage));
+    const uint8_t* weights = p.weights + item.expert * p.expert_bytes +
+                             static_cast<int64_t>(item.tile) * p.records * kTileBytes;
+#pragma unroll 1
+    for (int record = 0; record < p.records; ++record, place.step()) {
+      if (record == taking_record(p)) barrier_arrive(memory.wanted());
+      const int stage = place.stage;
+      const uint32_t full = memory.full(stage);
+      barrier_wait(memory.empty(stage), place.parity ^ 1);
+      if (item.chunks == 0) {
+        barrier_arrive(full);
+        continue;
+      }
+      barrier_expect_bytes(full, token_bytes<S>(item) + kTileBytes);
+      for (int chunk = 0; chunk < item.chunks; ++chunk) {
+        copy_chunk<S>(p, memory, map, item, rank, chunk, record, stage);
+      }
+      if constexpr (S::kGate) copy_scales<S>(p, memory, item, record, stage);
+      bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
+                kTileBytes, full);
+    }
+  }
+}
+
+}  // namespace gptoss::moe
+
+#endif  // GPTOSS_TRT_MOE_GEMM_FP8_TILES_PRODUCER_CUH_
