@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -225,10 +226,21 @@ def test_a_taken_port_is_named(folder: Path) -> None:
     assert serve.end()[0] == 0
 
 
+def has_ipv6() -> bool:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize(("address", "bound"), [("::1", "[::1]"), ("localhost", "127.0.0.1")])
 def test_every_listener_binds_the_address(folder: Path, address: str, bound: str) -> None:
     """An address of IPv6, and a name: tritonserver alone would listen nowhere and say that it does."""
     serve = Serve(folder, "--openai-port", "0", "--address", address)
+    if address == "::1" and not has_ipv6():  # then that is said
+        assert "port 0 of ::1" in serve.process.communicate(timeout=60)[1]
+        return
     told = serve.announcement()
     for url in (f"{told['http']}/v2/health/ready", told["metrics"], f"{told['openai']}/models"):
         assert url.startswith(f"http://{bound}:")
