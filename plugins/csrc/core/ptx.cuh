@@ -92,6 +92,19 @@ __device__ __forceinline__ void bulk_copy_once(uint32_t target, const void* sour
       : "memory");
 }
 
+// Asks for `bytes`, a multiple of 16, to come into the second-level cache and to stay there rather
+// than other lines. The policy is what createpolicy.fractional.L2::evict_last gives for all lines.
+__device__ __forceinline__ void prefetch_to_keep(const void* source, uint32_t bytes) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "mov.b64 policy, 0x14F0000000000000;\n"
+      "cp.async.bulk.prefetch.L2.global.L2::cache_hint [%0], %1, policy;\n"
+      "}\n" ::"l"(source),
+      "r"(bytes)
+      : "memory");
+}
+
 // Four bytes from device to shared memory without waiting; zeros when not `present`.
 __device__ __forceinline__ void copy_word_async(uint32_t target, const void* source, bool present) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(target), "l"(source),
@@ -201,6 +214,14 @@ __device__ __forceinline__ float approximate_reciprocal(float value) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(value));
   return reciprocal;
+}
+
+// A word of shared memory that another warp writes while this one runs.
+__device__ __forceinline__ int load_volatile(const int* word) {
+  return *static_cast<const volatile int*>(word);
+}
+__device__ __forceinline__ void store_volatile(int* word, int value) {
+  *static_cast<volatile int*>(word) = value;
 }
 
 // The value, kept in a register: the compiler would rather compute it again in every turn of a

@@ -152,6 +152,7 @@ class Stream {
   template <int kCount>
   __device__ __forceinline__ void add(const uint64_t* vectors, uint32_t flag) {
     const Place at;
+    await_senders<kCount>(at, vectors, flag);
     uint2 pairs[kBlocks * kCount];
     receive_pairs<kBlocks * kCount>(
         [at, vectors](int i) {
@@ -207,6 +208,24 @@ class Stream {
   }
 
  private:
+  struct Place;
+
+  // Waits for a packet of each block that sends to the warp's columns: while it waits, a warp asks
+  // for one packet a lane, not for all of them. The others come with those or shortly behind.
+  template <int kCount>
+  __device__ __forceinline__ static void await_senders(const Place& at, const uint64_t* vectors,
+                                                       uint32_t flag) {
+    constexpr int kOfBlock = 8, kPlaces = kOfBlock / kCount;  // in a group, some in every strip
+    constexpr int kApart = kCount == kOutParts ? kOutStripRows - 8 : moe::kStripRows;
+    static_assert(kBlocks * kOfBlock <= 32 && (kPlaces - 1) * kApart < kScaleColumns);
+    const int block = at.warp + at.lane / kOfBlock * kWarps;
+    const int column = block * kScaleColumns + at.lane % kOfBlock / kCount * kApart;
+    const bool asks = at.lane < kBlocks * kOfBlock && column < kHidden;
+    const uint64_t* packet = vectors + at.lane % kCount * (kHidden / 2) + column / 2;
+    Patience patience;
+    while (!__all_sync(0xFFFFFFFFu, !asks || flag_of(peek(packet)) == flag)) patience.turn();
+  }
+
   // Which columns the thread has.
   struct Place {
     int warp = thread_index() / 32;

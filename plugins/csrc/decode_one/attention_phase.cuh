@@ -42,6 +42,11 @@ __device__ __forceinline__ int kv_head_of_block() {
   return static_cast<int>(blockIdx.x) % kKvHeads;
 }
 
+// Whether a warp has more than one tile of the block's keys.
+__device__ __forceinline__ bool is_long(const KeyRange& keys) {
+  return keys.tiles > kAttentionWarps;
+}
+
 // The keys of this block in layers without a window (0) or with one.
 __device__ __forceinline__ KeyRange find_keys(int context, int window) {
   const int part = static_cast<int>(blockIdx.x) / kKvHeads;

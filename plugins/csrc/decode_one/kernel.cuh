@@ -1,6 +1,7 @@
 // One token through all layers in one launch. A block of threads for each multiprocessor, all
-// running at once: 16 warps compute, one brings weights (ring.cuh); vectors go from phase to phase
-// through mailboxes (exchange.cuh).
+// running at once: 16 warps compute, one brings weights (ring.cuh), one asks for what the next
+// layer reads beside them (look_ahead.cuh); vectors go from phase to phase through mailboxes
+// (exchange.cuh).
 //
 // A layer: qkv behind the norm, attention, output projection, router behind the norm, gate_up,
 // down. The residual stream lives in every block's registers.
@@ -12,39 +13,13 @@
 #include "decode_one/attention_phase.cuh"
 #include "decode_one/dense_phase.cuh"
 #include "decode_one/expert_phase.cuh"
+#include "decode_one/look_ahead.cuh"
 #include "decode_one/ring.cuh"
 #include "decode_one/shared.cuh"
 
 namespace gptoss::one {
 
 __constant__ constexpr moe::CodeTable kCodes = moe::make_code_table();
-
-// Asks for what a layer reads beside its weights to come into the second-level cache: each block of
-// threads for some of the lines, by one warp.
-template <Format kFormat>
-__device__ __forceinline__ void prefetch_vectors(const Params& p, const Layer& layer) {
-  const int thread = static_cast<int>(blockIdx.x) * 32 + threadIdx.x % 32;
-  int first = 0;
-  const auto ask = [&](const void* vector, int bytes) {
-    const int line = thread - first, lines = (bytes + 127) / 128;
-    if (line >= 0 && line < lines) {
-      asm volatile(
-          "prefetch.global.L2 [%0];" ::"l"(static_cast<const uint8_t*>(vector) + line * 128));
-    }
-    first += lines;
-  };
-  constexpr int kBlocks = moe::ceil_div(kHidden, kScaleColumns);
-  ask(layer.attention_norm, kHidden * 2);
-  ask(layer.moe_norm, kHidden * 2);
-  ask(layer.qkv_bias, kQkvRows * 2);
-  ask(layer.out_bias, kHidden * 2);
-  ask(layer.router_bias, p.experts * 2);
-  ask(layer.sinks, kKvHeads * kGroup * 2);
-  if constexpr (kFormat == Format::kFp8) {
-    ask(layer.qkv_scale, kQkvRows / kScaleColumns * kBlocks * 4);
-    ask(layer.out_scale, kBlocks * (kAttended / kScaleColumns) * 4);
-  }
-}
 
 template <Format kFormat>
 __device__ inline void bring(const Params& p, const Shared& shared, Ring ring) {
@@ -59,13 +34,6 @@ __device__ inline void bring(const Params& p, const Shared& shared, Ring ring) {
                                      out_part() * kPartBytes);
     }
     if (block < p.experts) bring_router(ring, layer.router_weight);
-    if (l + 1 < p.num_layers) {
-      prefetch_vectors<kFormat>(p, shared.layers[l + 1]);
-      if (threadIdx.x % 32 == 0) {
-        prefetch_map(p.qkv[l + 1]);
-        prefetch_map(p.out[l + 1]);
-      }
-    }
     barrier_wait(routed, l & 1);
     bring_gate_up(ring, layer.gate_up_weight, shared.expert);
     // A block with a strip less would take memory's time from gate_up of the others, for weights
@@ -103,7 +71,10 @@ __device__ __forceinline__ void qkv_phase(const Params& p, Shared& shared, Ring&
                                           const FirstRows& rows, int l, uint32_t flag) {
   const Layer& layer = shared.layers[l];
   const bool window = layer.window != 0;
-  prefetch_keys(p, layer, shared.keys[window], window);
+  // Long ones have been asked for since the layer before.
+  if (l == 0 || window || !is_long(shared.keys[0])) {
+    prefetch_keys(p, layer, shared.keys[window], window);
+  }
   const Stream::Gain gain = x.load_gain(layer.attention_norm);
   constexpr int kTiles = QkvShape<Format::kFp8>::kTiles;
   const int row = static_cast<int>(blockIdx.x) * kQkvStripRows;
@@ -146,6 +117,7 @@ __device__ inline void compute(const Params& p, Shared& shared, Ring ring, uint3
     const uint32_t flag = epoch + l + 1;
     qkv_phase<kFormat>(p, shared, ring, x, rows, l, flag);
     attention_phase(p, layer, shared, rows, flag);
+    if (thread_index() == 0) store_volatile(&shared.attended, l + 1);
     out_phase<kFormat>(p, layer, shared, ring, flag);
     const Stream::Gain gain = x.load_gain(layer.moe_norm);
     const float router_bias = load_router_bias(p, layer);
@@ -185,6 +157,7 @@ __global__ void __launch_bounds__(kThreads, 1) decode_one_kernel(const __grid_co
     barrier_init(shared_address(shared.empty + thread), kWarps);
   } else if (thread == kStages) {
     barrier_init(shared_address(&shared.routed), 1);
+    shared.attended = 0;
   } else if (thread >= 32 && thread < 32 + moe::kTableRows) {
     const int row = thread - 32;
     shared.table.rows[row].codes = make_uint2(kCodes.words[row][0], kCodes.words[row][1]);
@@ -203,7 +176,11 @@ __global__ void __launch_bounds__(kThreads, 1) decode_one_kernel(const __grid_co
                   shared_address(shared.empty)};
   if (thread >= kComputeThreads) {
     registers_release<kBringRegisters>();
-    if (thread < kComputeThreads + 32) bring<kFormat>(p, shared, ring);
+    if (thread < kComputeThreads + 32) {
+      bring<kFormat>(p, shared, ring);
+    } else if (thread < kComputeThreads + 64) {
+      look_ahead<kFormat>(p, shared);
+    }
   } else {
     registers_claim<kComputeRegisters>();
     compute<kFormat>(p, shared, ring, epoch);

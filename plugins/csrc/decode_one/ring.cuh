@@ -3,6 +3,9 @@
 // the same order. Weights do not depend on activations, so it runs on while blocks wait for each
 // other; only experts have to be chosen first.
 //
+// Weights are the first to leave the second-level cache again: mailboxes and what all blocks read
+// stay.
+//
 // Invariant: every warp waits for every stage, in order, and releases it, whoever computes with it:
 // a parity tells apart no more than two laps.
 #ifndef GPTOSS_TRT_DECODE_ONE_RING_CUH_
@@ -131,13 +134,14 @@ struct StripRange {
 template <class Shape>
 __device__ __forceinline__ void bring_dense(Ring& ring, const CUtensorMap& map, int row,
                                             int column) {
+#pragma unroll 1
   for (int tile = 0; tile < Shape::kTiles; tile += Shape::kTogether) {
     const int count = min(Shape::kTogether, Shape::kTiles - tile);
     ring.claim(count * Shape::kTileBytes);
     if (threadIdx.x % 32 == 0) {
       for (int i = 0; i < count; ++i) {
-        dense_fp8::copy_box(ring.address() + i * Shape::kTileBytes, map,
-                            column + (tile + i) * kTileRowBytes, row, ring.filled());
+        dense_fp8::copy_box_once(ring.address() + i * Shape::kTileBytes, map,
+                                 column + (tile + i) * kTileRowBytes, row, ring.filled());
       }
     }
     ring.step();
@@ -171,7 +175,7 @@ struct GateUpRange {
 
  private:
   static __device__ __forceinline__ int place(int i) {
-    return static_cast<int>(blockIdx.x + i * gridDim.x);
+    return static_cast<int>(keep_in_register(blockIdx.x) + i * gridDim.x);
   }
 };
 
@@ -181,7 +185,6 @@ __device__ __forceinline__ void bring_stage(Ring& ring, const uint8_t* strip, in
   const int bytes = tail ? (records - 1) * kRecordBytes + kTailBytes : records * kRecordBytes;
   ring.claim(bytes);
   if (threadIdx.x % 32 == 0) {
-    // Mailboxes and what all blocks read should stay in the second-level cache.
     bulk_copy_once(ring.address(), strip + stage * kStageRecords * kRecordBytes, bytes,
                    ring.filled());
   }
@@ -190,10 +193,12 @@ __device__ __forceinline__ void bring_stage(Ring& ring, const uint8_t* strip, in
 
 __device__ __forceinline__ void bring_gate_up(Ring& ring, const void* weight, const int* experts) {
   const int count = GateUpRange::count();
+#pragma unroll 1
   for (int i = 0; i < count; ++i) {
     const uint8_t* strip =
         static_cast<const uint8_t*>(weight) +
         (experts[GateUpRange::slot(i)] * kGateUpStrips + GateUpRange::strip(i)) * kStripBytes;
+#pragma unroll 1
     for (int stage = 0; stage < kStripStages; ++stage) bring_stage(ring, strip, stage);
   }
 }
@@ -232,7 +237,8 @@ __device__ __forceinline__ void await_room(Ring ring, int ahead) {
 
 __device__ __forceinline__ void bring_down(Ring& ring, const void* weight, const int* experts) {
   const DownRange range;
-  for (int at = range.first; at < range.end; ++at) {
+#pragma unroll 1
+  for (int at = static_cast<int>(keep_in_register(range.first)); at < range.end; ++at) {
     const uint8_t* strip =
         static_cast<const uint8_t*>(weight) +
         (experts[DownRange::slot(at)] * kDownStrips + DownRange::strip(at)) * kStripBytes;
@@ -245,7 +251,8 @@ __device__ __forceinline__ void bring_router(Ring& ring, const void* weight) {
   constexpr int kBytes = kHidden * 2;
   ring.claim(kBytes);
   if (threadIdx.x % 32 == 0) {
-    bulk_copy(ring.address(), static_cast<const uint8_t*>(weight) + blockIdx.x * kBytes, kBytes,
+    bulk_copy(ring.address(),
+              static_cast<const uint8_t*>(weight) + keep_in_register(blockIdx.x) * kBytes, kBytes,
               ring.filled());
   }
   ring.step();

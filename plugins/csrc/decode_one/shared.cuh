@@ -59,6 +59,7 @@ struct Shared {
   uint64_t full[kStages];
   uint64_t empty[kStages];
   uint64_t routed;
+  int attended;  // layers whose attention is over in this block
 };
 
 }  // namespace gptoss::one

@@ -24,6 +24,20 @@ __device__ __forceinline__ void copy_box(uint32_t target, const CUtensorMap& map
       : "memory");
 }
 
+// copy_box of what is read once (see bulk_copy_once).
+__device__ __forceinline__ void copy_box_once(uint32_t target, const CUtensorMap& map, int column,
+                                              int row, uint32_t barrier) {
+  asm volatile(
+      "{\n"
+      ".reg .b64 policy;\n"
+      "mov.b64 policy, 0x12F0000000000000;\n"
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3}], [%4], policy;\n"
+      "}\n" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier)
+      : "memory");
+}
+
 // Arrives at `barrier` once the calling thread's copy_word_async have landed.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
