@@ -18,10 +18,12 @@ BATCH_STEP = 8  # from 8 rows on
 MAX_ROWS = 256
 MIN_WIDTH = 32  # blocks of the narrowest table: parts without keys cost little, another graph a stall
 
-# Steps of prompts: a step of few tokens reads nearly all weights, so 128 cost what 16 do, and up to here a step of the
-# published models may take the device less time than it takes the host to launch its kernels.
-MOST_PROMPT_TOKENS = 4096
-TOKEN_STEPS = ((1024, 128), (MOST_PROMPT_TOKENS, 256))  # (up to, in steps of)
+# Steps of prompts: a step of few tokens reads nearly all weights, so 128 cost what 16 do, and up to MOST_PADDED a step of
+# the published models may take the device less time than it takes the host to launch its kernels. Larger ones gain
+# less than padding costs, unless they are nearly full, as pieces of long prompts are.
+MOST_PADDED, MOST_PROMPT_TOKENS = 4096, 8192
+TOKEN_STEPS = ((1024, 128), (MOST_PADDED, 256), (MOST_PROMPT_TOKENS, 4096))  # (up to, in steps of)
+LARGE_PADDING = 128  # tokens, the most of a step of over MOST_PADDED
 # Sequences of a step of prompts: empty ones cost a few blocks of threads that leave at once, and rows of the lm head.
 PROMPT_SEQUENCES = (8, 64, MAX_ROWS)
 
@@ -61,11 +63,12 @@ def padded_tokens(tokens: int) -> int:
 
 
 def prompt_size(tokens: int, sequences: int) -> tuple[int, int] | None:
-    """Tokens and sequences of the graph that serves a step of prompts; None for a step that is too large."""
+    """Tokens and sequences of the graph that serves a step of prompts; None for a step that has none."""
     if not 0 < sequences <= MAX_ROWS or not sequences <= tokens <= MOST_PROMPT_TOKENS:
         return None
     rows = next(most for most in PROMPT_SEQUENCES if sequences <= most)
-    return padded_tokens(max(tokens, rows + 1)), rows
+    padded = padded_tokens(max(tokens, rows + 1))
+    return None if padded > MOST_PADDED and padded - tokens > LARGE_PADDING else (padded, rows)
 
 
 def prompt_sizes(most_tokens: int, most_sequences: int) -> list[tuple[int, int]]:

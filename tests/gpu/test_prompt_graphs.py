@@ -111,6 +111,7 @@ STEPS = [
     batch_of([*[1] * 70, 30], [*range(100, 170), 0]),
     batch_of([1, 300, 40], [100, 0, 200], [0, 2]),  # a prompt that is not at its end yet
     batch_of([2500, 1], [0, 900]),
+    batch_of([8100, 1], [64, 900]),  # a nearly full step
 ]
 
 

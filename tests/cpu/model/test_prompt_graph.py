@@ -16,6 +16,7 @@ from gptoss_trt.runtime.model import GraphedModel, StepBatch, load_model
 from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.graph_shapes import (
     MAX_ROWS,
+    MOST_PADDED,
     MOST_PROMPT_TOKENS,
     GraphShape,
     is_ends_only,
@@ -69,7 +70,8 @@ def fill_cache(model: GraphedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "padded"), [(1, 128), (128, 128), (129, 256), (1000, 1024), (1025, 1280), (4000, 4096), (4096, 4096)]
+    ("tokens", "padded"),
+    [(1, 128), (128, 128), (129, 256), (1000, 1024), (1025, 1280), (4000, 4096), (4096, 4096), (8100, 8192)],
 )
 def test_tokens_are_padded_to_few_sizes(tokens: int, padded: int) -> None:
     assert padded_tokens(tokens) == padded
@@ -85,7 +87,11 @@ def test_tokens_are_padded_to_few_sizes(tokens: int, padded: int) -> None:
         (70, 64, (128, 64)),
         (70, 65, (384, 256)),  # as many tokens as sequences would be a decode step
         (4096, 256, (4096, 256)),
-        (4097, 1, None),
+        (4097, 1, None),  # padding would cost more than the graph gains
+        (8063, 1, None),
+        (8064, 1, (8192, 8)),
+        (8192, 9, (8192, 64)),
+        (8193, 1, None),
         (300, 257, None),
         (3, 0, None),
     ],
@@ -98,13 +104,16 @@ def test_no_size_looks_like_a_decode_step() -> None:
     for sequences in range(1, MAX_ROWS + 1):
         for tokens in range(sequences, MOST_PROMPT_TOKENS + 1, 61):
             size = prompt_size(tokens, sequences)
-            assert size is not None and size[0] >= tokens and size[1] >= sequences and size[0] > size[1]
+            assert size is not None or tokens > MOST_PADDED
+            assert size is None or (size[0] >= tokens and size[1] >= sequences and size[0] > size[1])
 
 
 def test_sizes_to_warm_serve_what_they_are_for() -> None:
     assert prompt_sizes(300, 1) == [(384, 8), (256, 8), (128, 8)]
     assert prompt_sizes(2048, 32)[:3] == [(2048, 64), (2048, 8), (1792, 64)]
     assert prompt_sizes(0, 32) == []
+    assert prompt_sizes(8192, 1)[:3] == [(8192, 8), (4096, 8), (3840, 8)]
+    assert prompt_sizes(8063, 1)[0] == (4096, 8)
     for most, number in ((1, 12), (32, 24), (256, 34)):
         made = prompt_sizes(2048, most)
         wanted = {prompt_size(tokens, count) for count in range(1, most + 1) for tokens in range(count, 2049, 3)}
