@@ -19,6 +19,7 @@ EXPERT_TILE = 16
 K_TILE = 128
 K_PART = 512  # of H, for one program: a router is 0.2 to 0.7 MB, which few programs would read slowly
 ROW_TILE = 1024
+CHOICE_TILE = 8  # tokens of a program that chooses
 SMALL_ENTRIES = 64  # (token, slot) pairs that one program sorts by comparing each with each
 
 
@@ -120,9 +121,10 @@ def _top_k_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     PARTS: tl.constexpr,
     COUNTED: tl.constexpr,
+    TILE_T: tl.constexpr,
 ):
-    """The choice of one token."""
-    token = tl.program_id(0) + tl.arange(0, 1)
+    """The choice of TILE_T tokens, each for itself."""
+    token = tl.program_id(0) * TILE_T + tl.arange(0, TILE_T)
     index = tl.arange(0, E)[None, :]
     inside = (token < tokens)[:, None] & (index < experts)
     release()
@@ -130,8 +132,8 @@ def _top_k_kernel(  # type: ignore[no-untyped-def]
     real = token < tokens
     if COUNTED:
         real = token < tl.load(token_count)
-    logits = _logits(parts, bias, token, inside, tokens, experts, E, PARTS, 1)
-    ids, weights = _choose(logits, index, inside, K, WIDTH, 1)
+    logits = _logits(parts, bias, token, inside, tokens, experts, E, PARTS, TILE_T)
+    ids, weights = _choose(logits, index, inside, K, WIDTH, TILE_T)
     _store_choice(expert_ids, expert_weights, ids, weights, token, real, tokens, K, WIDTH)
 
 
@@ -329,14 +331,14 @@ def choose(
     expert_ids: torch.Tensor,
     expert_weights: torch.Tensor,
 ) -> None:
-    """moe_route's first two outputs; `parts` as in choose_and_sort. Each token is a program of its own."""
+    """moe_route's first two outputs; `parts` as in choose_and_sort. A token's do not depend on the others."""
     pieces, tokens, experts = parts.shape
     top_k = expert_ids.shape[1]
     if tokens:
-        _top_k_kernel[(tokens,)](
+        _top_k_kernel[(triton.cdiv(tokens, CHOICE_TILE),)](
             parts, bias, token_count, expert_ids, expert_weights, tokens, experts,
             E=triton.next_power_of_2(experts), K=top_k, WIDTH=triton.next_power_of_2(top_k), PARTS=pieces,
-            COUNTED=token_count is not None, num_warps=1, **DEPENDENT,
+            COUNTED=token_count is not None, TILE_T=CHOICE_TILE, num_warps=1, **DEPENDENT,
         )  # fmt: skip
 
 

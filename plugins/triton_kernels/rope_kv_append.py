@@ -16,6 +16,7 @@ from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import saturate_e4m3, to_bf16
 
 SLOT_BLOCK = 256
+SLOT_STARTS = 32
 HEAD_TILE = 16  # heads of one program: 80 programs a token of one warp each took ten times what their bytes take
 
 
@@ -32,12 +33,15 @@ def _kv_slots_kernel(  # type: ignore[no-untyped-def]
     BLOCK_TOKENS: tl.constexpr,
     BLOCK: tl.constexpr,
     FIRST: tl.constexpr,
+    STARTS: tl.constexpr,
 ):
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     position = tl.load(positions + token, mask=token < tokens, other=0)
     sequence = tl.zeros((BLOCK,), tl.int32)
-    for s in range(1, sequences):
-        sequence += (token >= tl.load(query_start + s)).to(tl.int32)
+    for first in range(1, sequences, STARTS):  # one latency for all starts of a round
+        s = first + tl.arange(0, STARTS)
+        start = tl.load(query_start + s, mask=s < sequences, other=2147483647)
+        sequence += tl.sum((token[:, None] >= start[None, :]).to(tl.int32), axis=1)
     real = (token < tokens) & (token < tl.load(query_start + sequences))
     entry = position // BLOCK_TOKENS
     if FIRST:
@@ -123,7 +127,7 @@ def kv_slots(
         return
     _kv_slots_kernel[(triton.cdiv(tokens, SLOT_BLOCK),)](
         positions, query_start, block_table, first_block, slots, tokens, block_table.shape[0], block_table.shape[1],
-        BLOCK_TOKENS=block_tokens, BLOCK=SLOT_BLOCK, FIRST=first_block is not None,
+        BLOCK_TOKENS=block_tokens, BLOCK=SLOT_BLOCK, FIRST=first_block is not None, STARTS=SLOT_STARTS,
     )  # fmt: skip
 
 
