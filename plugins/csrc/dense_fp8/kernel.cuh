@@ -338,43 +338,75 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane,
   }
 }
 
-// The same of q, k or v: each head's halves of a token are in one thread.
+// Number `i` of the tokens that a thread has in a tile.
+template <typename S>
+__device__ __forceinline__ int token_of(const Lane<S>& lane, const Tile& tile, int i) {
+  return tile.token + lane.token + i / 2 * 64 + i % 2 * 8;
+}
+
+// The same of heads that are turned (q, k) or kept in the cache (k, v): a head's halves of a token
+// are in one thread. Three copies without branches: one with a branch for each pair of columns took
+// 27 us more for 8,192 tokens than store_tile.
+template <typename S, bool kTurned, bool kKept>
+__device__ __forceinline__ void store_heads(const Params& p, const Destination& to,
+                                            const Lane<S>& lane, const Tile& tile,
+                                            const Sums<S>& sum) {
+  constexpr int kRows = 2 * S::kHalves, kHeads = S::kColumns / kHeadDim;
+  const int column = threadIdx.x % 4 * 2;  // of a head's half, and 8i further
+  float2 cos[4], sin[4];
+  int positions[kRows], slots[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {  // one latency for all
+    const int token = min(token_of(lane, tile, i), p.tokens - 1);
+    if (kTurned) positions[i] = __ldg(p.positions + token);
+    slots[i] = kKept ? __ldg(p.slots + token) : 0;
+  }
+  if (kTurned) load_angles(p, positions[0], column, cos, sin);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t first[kHeads][4], second[kHeads][4];
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* low = sum[i / 2] + 4 * (8 * head + j) + 2 * (i % 2);
+        const float* high = low + 4 * 4;
+        first[head][j] = bf16_pair(low[0], low[1]);
+        second[head][j] = bf16_pair(high[0], high[1]);
+        if (kTurned) turn(cos[j], sin[j], first[head][j], second[head][j]);
+      }
+    }
+    if (kTurned && i + 1 < kRows) load_angles(p, positions[i + 1], column, cos, sin);
+    const int token = token_of(lane, tile, i);
+    const bool present = token < p.tokens && slots[i] >= 0;
+    // Of the tile's first head in this thread; heads of one KV block lie block_tokens rows apart.
+    const int inside = lane.column / kHeadDim * kHeadDim;
+    uint16_t* at = to.row<kKept>(p, token, slots[i], inside) + threadIdx.x % 4 * 8;
+    const int64_t next = kKept ? kHeadDim << p.block_shift : kHeadDim;
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head, at += next) {
+      turn_quad(first[head]);
+      turn_quad(second[head]);
+      if (present && inside + head * kHeadDim < tile.rows) {
+        *reinterpret_cast<uint4*>(at) =
+            make_uint4(first[head][0], first[head][1], first[head][2], first[head][3]);
+        *reinterpret_cast<uint4*>(at + kHeadDim / 2) =
+            make_uint4(second[head][0], second[head][1], second[head][2], second[head][3]);
+      }
+    }
+  }
+}
+
 template <typename S>
 __device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& lane,
                                               const Tile& tile, const Sums<S>& sum) {
   const Destination to(p, tile.block, tile.row);
-#pragma unroll
-  for (int half = 0; half < S::kHalves; ++half) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int token = tile.token + lane.token + half * 64 + row * 8;
-      const bool present = token < p.tokens;
-      const int column = threadIdx.x % 4 * 2;  // of a head's half, and 8i further
-      float2 cos[4], sin[4];
-      to.load_angles(p, present ? token : tile.token, column, cos, sin);
-      const int slot = to.slot(p, present ? token : tile.token);
-#pragma unroll
-      for (int j = 0; j < S::kColumns / 8; j += 8) {
-        uint32_t first[4], second[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* low = sum[half] + 4 * (j + i) + 2 * row;
-          const float* high = low + 4 * 4;
-          first[i] = bf16_pair(low[0], low[1]);
-          second[i] = bf16_pair(high[0], high[1]);
-          to.turn(cos[i], sin[i], first[i], second[i]);
-        }
-        turn_quad(first);
-        turn_quad(second);
-        const int head = lane.column / kHeadDim * kHeadDim + 8 * j;  // its first column in the tile
-        uint16_t* at = to.row(p, token, slot, head);
-        if (!present || at == nullptr || head >= tile.rows) continue;
-        at += threadIdx.x % 4 * 8;
-        *reinterpret_cast<uint4*>(at) = make_uint4(first[0], first[1], first[2], first[3]);
-        *reinterpret_cast<uint4*>(at + kHeadDim / 2) =
-            make_uint4(second[0], second[1], second[2], second[3]);
-      }
-    }
+  if (!to.kept()) {
+    store_heads<S, true, false>(p, to, lane, tile, sum);
+  } else if (to.turned()) {
+    store_heads<S, true, true>(p, to, lane, tile, sum);
+  } else {
+    store_heads<S, false, true>(p, to, lane, tile, sum);
   }
 }
 
@@ -409,10 +441,11 @@ constexpr int kQuads = kBlock / 4;
 constexpr int kTokensAtOnce = kThreads / kQuads;
 static_assert(kQuads == 32, "a warp has a token");
 
-// What the first of a thread's tokens are rotated by, asked for ahead of the sums.
+// What the first of a thread's tokens are rotated by, and where their keys go: the step had them
+// before the kernel ahead, so they are read before the wait.
 template <typename S, bool kUsed = S::kSplit && S::kRotates>
 struct Angles {
-  __device__ __forceinline__ Angles(const Params&, const Tile&) {}
+  __device__ __forceinline__ void load(const Params&, const Tile&) {}
 };
 
 template <typename S>
@@ -421,52 +454,55 @@ struct Angles<S, true> {
   float4 cos[kAhead], sin[kAhead];
   int slot[kAhead];
 
-  __device__ __forceinline__ Angles(const Params& p, const Tile& tile) {
+  __device__ __forceinline__ void load(const Params& p, const Tile& tile) {
     const int first = tile.token + cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      load(p, tile, min(first + i * p.parts * kTokensAtOnce, p.tokens - 1), cos[i], sin[i],
-           slot[i]);
+      const int token = min(first + i * p.parts * kTokensAtOnce, p.tokens - 1);
+      load_token(p, tile, token, cos[i], sin[i], slot[i]);
     }
   }
 
-  __device__ __forceinline__ static void load(const Params& p, const Tile& tile, int token,
-                                              float4& cos, float4& sin, int& slot) {
+  __device__ __forceinline__ static void load_token(const Params& p, const Tile& tile, int token,
+                                                    float4& cos, float4& sin, int& slot) {
     const Destination to(p, tile.block, tile.row);
-    to.load_angles(p, token, threadIdx.x % 8 * 4, cos, sin);
-    slot = to.slot(p, token);
+    if (to.turned()) load_angles(p, p.positions[token], threadIdx.x % 8 * 4, cos, sin);
+    slot = to.kept() ? p.slots[token] : 0;
   }
 
   // `total` are columns `column` to `column` + 3 of the tile, of its token number `token`, the
-  // thread's number `turn`; eight lanes further are those of the head's other half.
+  // thread's number `count`; eight lanes further are those of the head's other half.
   __device__ __forceinline__ void store(const Params& p, const Tile& tile, int token, int column,
-                                        int turn, const float4& total) const {
+                                        int count, const float4& total) const {
     const Destination to(p, tile.block, tile.row);
     float4 cosines, sines;
     int at_slot;
     bool known = false;
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (turn == i) cosines = cos[i], sines = sin[i], at_slot = slot[i], known = true;
+      if (count == i) cosines = cos[i], sines = sin[i], at_slot = slot[i], known = true;
     }
-    if (!known) load(p, tile, tile.token + token, cosines, sines, at_slot);
+    if (!known) load_token(p, tile, tile.token + token, cosines, sines, at_slot);
     uint32_t own[2] = {bf16_pair(total.x, total.y), bf16_pair(total.z, total.w)}, other[2];
     const uint32_t lanes = tile.rows > kHeadDim ? 0xFFFFFFFFu : 0xFFFFu;
 #pragma unroll
     for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(lanes, own[i], kHeadDim / 2 / 4);
-    const bool second = column % kHeadDim >= kHeadDim / 2;
-    const float2 cos2[2] = {make_float2(cosines.x, cosines.y), make_float2(cosines.z, cosines.w)};
-    const float2 sin2[2] = {make_float2(sines.x, sines.y), make_float2(sines.z, sines.w)};
+    if (to.turned()) {
+      const bool second = column % kHeadDim >= kHeadDim / 2;
+      const float2 cos2[2] = {make_float2(cosines.x, cosines.y), make_float2(cosines.z, cosines.w)};
+      const float2 sin2[2] = {make_float2(sines.x, sines.y), make_float2(sines.z, sines.w)};
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint32_t low = second ? other[i] : own[i], high = second ? own[i] : other[i];
-      to.turn(cos2[i], sin2[i], low, high);
-      own[i] = second ? high : low;
+      for (int i = 0; i < 2; ++i) {
+        uint32_t low = second ? other[i] : own[i], high = second ? own[i] : other[i];
+        turn(cos2[i], sin2[i], low, high);
+        own[i] = second ? high : low;
+      }
     }
-    uint16_t* at = to.row(p, tile.token + token, at_slot, column / kHeadDim * kHeadDim);
-    if (at != nullptr) {
-      *reinterpret_cast<uint2*>(at + column % kHeadDim) = make_uint2(own[0], own[1]);
-    }
+    if (at_slot < 0) return;
+    const int head = column / kHeadDim * kHeadDim;
+    uint16_t* at = to.kept() ? to.row<true>(p, tile.token + token, at_slot, head)
+                             : to.row<false>(p, tile.token + token, at_slot, head);
+    *reinterpret_cast<uint2*>(at + column % kHeadDim) = make_uint2(own[0], own[1]);
   }
 };
 
@@ -477,9 +513,9 @@ __device__ inline void add_parts(const Params& p, const Memory<S>& memory, const
   const int column = threadIdx.x % kQuads * 4;
   const int tokens = min(S::kTokens, p.tokens - tile.token);
   if (column >= tile.rows) return;
-  int turn = 0;
+  int count = 0;
   for (int token = cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads; token < tokens;
-       token += p.parts * kTokensAtOnce, ++turn) {
+       token += p.parts * kTokensAtOnce, ++count) {
     float4 total =
         make_float4(__uint_as_float(bias.x << 16), __uint_as_float(bias.x & 0xFFFF0000u),
                     __uint_as_float(bias.y << 16), __uint_as_float(bias.y & 0xFFFF0000u));
@@ -498,7 +534,7 @@ __device__ inline void add_parts(const Params& p, const Memory<S>& memory, const
       total.w += parts[part].w;
     }
     if constexpr (S::kRotates) {
-      angles.store(p, tile, token, column, turn, total);
+      angles.store(p, tile, token, column, count, total);
       continue;
     }
     const int64_t to = static_cast<int64_t>(tile.token + token) * p.n + tile.row + column;
@@ -517,14 +553,16 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
   Position<S> position;
   for (Schedule<S> schedule(p); !schedule.done(); schedule.advance()) {
     const Tile tile = schedule.tile();
+    const int blocks = schedule.end() - schedule.begin();
     Sums<S> sum;
-    multiply_tile(memory, lane, schedule.end() - schedule.begin(), !S::kSplit && p.bias != nullptr,
-                  position, sum);
     if constexpr (S::kSplit) {
+      multiply_tile(memory, lane, blocks, false, position, sum);
       keep_part(memory, lane, sum);
     } else if constexpr (S::kRotates) {
+      multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       store_rotated(p, lane, tile, sum);
     } else {
+      multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       store_tile(p, lane, tile, sum);
     }
   }
@@ -546,9 +584,11 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   Tile tile;
   uint2 bias;
+  Angles<S> angles;
   if constexpr (S::kSplit) {
     tile = Schedule<S>(p).tile();
     bias = bias_of_thread(p, tile);
+    angles.load(p, tile);
   }
   if (threadIdx.x >= kConsumerThreads) {
     if constexpr (S::kUneven) registers_release<kProducerRegisters>();
@@ -562,9 +602,8 @@ __global__ void __launch_bounds__(kThreads, 1)
     consume<S>(p, memory);
   }
   if constexpr (S::kSplit) {
-    dependency_wait();
-    const Angles<S> angles(p, tile);
     cluster_sync();  // the sums of all are in place
+    dependency_wait();
     add_parts<S>(p, memory, tile, bias, angles);
     cluster_sync();  // the others have read this block's sums
   }
