@@ -18,8 +18,8 @@ BATCH_STEP = 8  # from 8 rows on
 MAX_ROWS = 256
 MIN_WIDTH = 32  # blocks of the narrowest table: parts without keys cost little, another graph a stall
 
-# Steps of prompts: a step of few tokens reads nearly all weights, so 128 cost what 16 do, and up to MOST_PADDED a step of
-# the published models may take the device less time than it takes the host to launch its kernels. Larger ones gain
+# Steps of prompts: a step of few tokens reads nearly all weights, so 128 cost what 16 do, and up to MOST_PADDED a step
+# of the published models may take the device less time than it takes the host to launch its kernels. Larger ones gain
 # less than padding costs, unless they are nearly full, as pieces of long prompts are.
 MOST_PADDED, MOST_PROMPT_TOKENS = 4096, 8192
 TOKEN_STEPS = ((1024, 128), (MOST_PADDED, 256), (MOST_PROMPT_TOKENS, 4096))  # (up to, in steps of)
