@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 5
+#define GPTOSS_TRT_ABI_VERSION 6
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
