@@ -23,7 +23,6 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from gptoss_trt.ops import attention as library_attention
 from gptoss_trt.ops import library
 
 log = logging.getLogger(__name__)
@@ -39,6 +38,11 @@ Shape = tuple[int, int, int, int, bool]  # heads, KV heads, head_dim, tokens of 
 _held: dict[Any, Any] = {}  # by device and stream: workspaces and wrappers
 _wide_sinks: Any = WeakIdKeyDictionary()  # tensor -> (its version, itself in fp32)
 _kept_plans: dict[Any, Plan] | None = None
+
+
+def _library_attention() -> Any:
+    """Imported when it is called: it needs Triton, which torch's CPU build comes without."""
+    return importlib.import_module("gptoss_trt.ops.attention")
 
 
 def unusable() -> str | None:
@@ -125,7 +129,7 @@ def attention_decode(
     sequences = context_lens.shape[0]
     fits = q.shape[0] == sequences and sequences * shape[1] <= SEMAPHORES and k_cache.dtype == torch.bfloat16
     if not fits or missing("attention_decode", shape) is not None:
-        library_attention.attention_decode(
+        _library_attention().attention_decode(
             q, k_cache, v_cache, block_table, first_block, context_lens, sinks, window, scale, k_scale, v_scale, out
         )
         return
@@ -163,7 +167,7 @@ def attention_prefill(
     if k_cache.dtype == torch.bfloat16 and missing("attention_prefill", shape) is None:
         plan = _plan(shape, q.device, block_table, first_block, query_start, context_lens, window)
     if plan is None:
-        library_attention.attention_prefill(
+        _library_attention().attention_prefill(
             q, k_cache, v_cache, block_table, first_block, query_start, context_lens, sinks, window, scale, k_scale,
             v_scale, out,
         )  # fmt: skip

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -26,6 +28,14 @@ def run(*arguments: str) -> Result:
 
 def records(result: Result) -> list[dict[str, object]]:
     return [json.loads(line) for line in result.stdout.splitlines()]
+
+
+def test_operators_of_a_cpu_need_no_triton(tmp_path: Path) -> None:
+    hidden = "import sys; sys.modules['triton'] = None; from gptoss_trt.client.cli import main; main()"
+    arguments = ("bench", "ops", "--model", "tiny", "--device", "cpu", "--batch", "2", "--op", "attention_decode")
+    command = [sys.executable, "-c", hidden, *arguments]
+    printed = subprocess.run(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, check=True).stdout
+    assert json.loads(printed.splitlines()[0])["op"] == "attention_decode"
 
 
 def test_every_cell_is_one_record(tmp_path: Path) -> None:
