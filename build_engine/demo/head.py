@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load, save, save_file
 from torch import Tensor
 
@@ -41,13 +42,15 @@ def expand_demo_head(folder: Path, *, packed: Path | None = None) -> Path:
     path = packed or PACKED_HEAD
     try:
         data = lzma.decompress(path.read_bytes())
-    except lzma.LZMAError as error:
-        raise PackError(f"{path} is not an xz file: {error}") from error
+        tensors = load(data)
+    except (lzma.LZMAError, SafetensorError) as error:
+        what = "an xz file" if isinstance(error, lzma.LZMAError) else "one of safetensors"
+        raise PackError(f"{path} is not {what}: {error}") from error
     (length,) = struct.unpack("<Q", data[:8])
     meta = json.loads(data[8 : 8 + length]).get("__metadata__", {})
     if meta.get("format") != FORMAT:
         raise PackError(f"{path} has the format {meta.get('format')!r}; this build reads {FORMAT!r}")
-    config, tensors = json.loads(meta["config"]), load(data)
+    config = json.loads(meta["config"])
     ids = tensors.pop("draft_ids").long()
     tensors["d2t"] = ids - torch.arange(len(ids))
     tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(0, ids, True)

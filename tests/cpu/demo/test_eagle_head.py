@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import lzma
 import math
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from gptoss_trt.build_engine.demo import PACKED_HEAD
+from gptoss_trt.build_engine.demo import PACKED_HEAD, PACKED_WEIGHTS
 from gptoss_trt.build_engine.demo.answer import STOPS
 from gptoss_trt.build_engine.demo.codec import Codec
 from gptoss_trt.build_engine.demo.dataset import prompt_ids
@@ -68,9 +70,18 @@ def test_it_is_small_and_packs_as_it_was(head: Path, tmp_path: Path) -> None:
     assert pack_head(tensors, config, tmp_path / PACKED_HEAD.name) < 2 << 20
     again = load_file(expand_demo_head(tmp_path / "again", packed=tmp_path / PACKED_HEAD.name) / "model.safetensors")
     assert again.keys() == tensors.keys() and all(torch.equal(again[name], tensors[name]) for name in tensors)
-    (tmp_path / "other.xz").write_bytes(b"no head")
-    with pytest.raises(PackError, match="not an xz file"):
-        expand_demo_head(tmp_path / "none", packed=tmp_path / "other.xz")
+
+
+def test_other_files_are_refused(tmp_path: Path) -> None:
+    other, array = tmp_path / "other.xz", struct.pack("<Q", 2) + b"[]"
+    inside = lzma.decompress(PACKED_HEAD.read_bytes())
+    wrong = [(b"no head", "not an xz file"), (PACKED_HEAD.read_bytes()[:1000], "not an xz file")]
+    wrong += [(lzma.compress(data, preset=0), "not one of safetensors") for data in (b"", b"text", array, inside[:-9])]
+    for data, reason in [*wrong, (PACKED_WEIGHTS.read_bytes(), "has the format")]:
+        other.write_bytes(data)
+        with pytest.raises(PackError, match=reason):
+            expand_demo_head(tmp_path / "none", packed=other)
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.timeout(300)
