@@ -54,6 +54,9 @@ class OptionsError(ValueError):
     """An option with a value that cannot be used."""
 
 
+MOST_STALL_S = 24 * 3600  # the kernel counts milliseconds in 32 bits
+
+
 @dataclass(frozen=True)
 class GatewayOptions:
     """Defaults are those of the command line. Sizes in bytes, times in seconds."""
@@ -89,8 +92,10 @@ class GatewayOptions:
                  "keep_alive_s": 0.1, "stall_s": 0.1, "drain_s": 0, "store_count": 0, "store_bytes": 0,
                  "store_age_s": 0}  # fmt: skip
         for name, low in least.items():
-            if getattr(self, name) < low:
+            if not getattr(self, name) >= low:  # nor may it be no number
                 raise OptionsError(f"{name} is {getattr(self, name)}; it must be at least {low}")
+        if self.stall_s > MOST_STALL_S:
+            raise OptionsError(f"stall_s is {self.stall_s}; it must be at most {MOST_STALL_S}")
         if self.port > 65535 or self.api_workers > 256:
             raise OptionsError(f"port is {self.port} (0 to 65535) and api_workers {self.api_workers} (1 to 256)")
 

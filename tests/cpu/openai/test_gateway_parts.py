@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import ssl
 import subprocess
 from dataclasses import fields
@@ -50,7 +51,7 @@ def test_a_command_line_carries_every_option() -> None:
         {"port": -1}, {"port": 70000}, {"api_workers": 0}, {"served_model_name": ()}, {"served_model_name": ("",)},
         {"ssl_certfile": Path("c")}, {"keep_alive_s": 0.0}, {"max_body_bytes": 0}, {"served_model_name": ("a,b",)},
         {"served_model_name": (" a",)}, {"cors_origin": ("",)}, {"cors_origin": ("app.example",)}, {"host": ""},
-        {"stall_s": 0.0},
+        {"stall_s": 0.0}, {"stall_s": math.nan}, {"stall_s": math.inf}, {"stall_s": 1e9}, {"drain_s": math.nan},
     ],
 )  # fmt: skip
 def test_impossible_options(wrong: Any) -> None:
