@@ -46,6 +46,7 @@ from gptoss_trt.runtime.launch.server_binary import (
     server_environment,
 )
 from gptoss_trt.runtime.triton_models.pbtxt import model_names
+from gptoss_trt.runtime.triton_models.succession import FOLDER as INSTANCES
 
 ADMIN_HEADER = "gptoss-admin-key"
 RESTRICTED_APIS = ("model-repository", "shared-memory", "trace", "logging")
@@ -352,7 +353,8 @@ def _take_folder(options: ServerOptions, http_port: int) -> tuple[Path, IO[str]]
         lock.close()
         raise LaunchError(f"{folder} belongs to a server that runs; choose another port or state folder") from error
     _remove_regions(folder)
-    for leftover in ("models", "backends"):
+    # Files of instances too: this server's process id may be that of an earlier one, of other instances.
+    for leftover in ("models", "backends", INSTANCES):
         shutil.rmtree(folder / leftover, ignore_errors=True)
     return folder, lock
 

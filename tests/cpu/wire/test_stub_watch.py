@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from gptoss_trt.runtime.launch.stub_watch import Stub, StubWatch
+from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, _take_folder
 from gptoss_trt.runtime.triton_models.succession import FOLDER, holders
 
 SERVER = 77
@@ -70,3 +71,16 @@ def test_files_of_other_servers_and_half_written_ones_do_not_count(folder: Path)
     (folder / FOLDER / f"{SERVER + 1}-chat_0_0").write_text("9")
     assert holders(folder / FOLDER, SERVER) == {"tensorrt_llm_0_3": (5, 10.0)}
     assert holders(folder / "none", SERVER) == {}
+
+
+def test_files_of_an_earlier_server_with_the_same_process_id_do_not_count(tmp_path: Path) -> None:
+    options = ServerOptions(tmp_path / "engine", state_dir=tmp_path)
+    folder, lock = _take_folder(options, 8000)
+    (folder / FOLDER).mkdir()
+    serves(folder, "chat_0_1", 5, 10.0)  # that server was killed; the next one has one instance
+    lock.close()
+    folder, lock = _take_folder(options, 8000)
+    server = TritonServer(options, folder, lock, (8000, 8001, 8002))
+    server.process = SimpleNamespace(pid=SERVER)  # type: ignore[assignment]
+    assert StubWatch(server, lambda _model: None).dead_models([stub(9, 100.0)]) == []
+    lock.close()
