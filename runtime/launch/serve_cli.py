@@ -38,6 +38,7 @@ from gptoss_trt.runtime.launch.tritonserver import ServerOptions, TritonServer, 
 
 API_NAMES = ("served_model_name", "api_key_file", "api_workers", "ssl_certfile", "ssl_keyfile", "cors_origin")
 PORT = click.IntRange(0, 65535)
+EXPORTER = "opentelemetry.exporter.otlp.proto.http"
 EPILOG = """\b
 Examples:
   gptoss-trt serve engine/
@@ -198,8 +199,12 @@ def _check_tracing(url: str) -> None:
         return
     if not url.startswith(("http://", "https://")):
         raise click.UsageError(f"--otlp-url is {url!r}; it must begin with http:// or https://")
-    if importlib.util.find_spec("opentelemetry") is None:
-        raise click.UsageError("--otlp-url needs the Python package 'opentelemetry': pip install 'gptoss-trt[trace]'")
+    try:  # the API alone often comes with another package
+        found = importlib.util.find_spec(EXPORTER)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise click.UsageError(f"--otlp-url needs the Python package {EXPORTER!r}: pip install 'gptoss-trt[trace]'")
 
 
 def _warn_of_exposure(options: ServerOptions) -> None:

@@ -85,6 +85,16 @@ def test_serve_tells_a_wrong_option_before_the_server_starts(
     assert result.exit_code != 0 and words in result.output, result.output
 
 
+def test_traces_without_their_extra_are_refused_before_the_server_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(TritonServer, "start", None)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # the API is there without it
+    (tmp_path / "scripted.json").write_text("{}", encoding="ascii")
+    result = CliRunner().invoke(gptoss_trt, ["serve", str(tmp_path), "--otlp-url", "http://127.0.0.1:4318/v1/traces"])
+    assert result.exit_code == 2 and "pip install 'gptoss-trt[trace]'" in result.output, result.output
+
+
 def test_the_line_to_try_asks_the_api_where_there_is_one() -> None:
     assert "'Authorization: Bearer KEY'" in line_to_try("http://h:8000", "http://h:8080/v1", with_key=True)
     command = line_to_try("http://h:8000", "http://h:8080/v1", with_key=False)
