@@ -143,8 +143,10 @@ class EngineOptions:
             return cls()
         try:
             raw = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError) as error:
+        except (OSError, ValueError) as error:
             raise EngineLoadError(f"{path}: {error}") from error
+        if not isinstance(raw, dict):
+            raise EngineLoadError(f"{path} holds {raw!r:.40}, not an object of engine options")
         names = [field.name for field in dataclasses.fields(cls)]
         for key in raw:
             if key not in names:

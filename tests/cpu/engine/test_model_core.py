@@ -312,6 +312,8 @@ def test_an_options_file_round_trips_and_unknown_keys_are_named(tmp_path: Any) -
     path = tmp_path / "options.json"
     OPTIONS.write(path)
     assert EngineOptions.read(path) == OPTIONS
-    path.write_text('{"max_bacth": 3}')
-    with pytest.raises(EngineLoadError, match="did you mean max_batch"):
-        EngineOptions.read(path)
+    wrong = (b'{"max_bacth": 3}', "did you mean max_batch"), (b"[3]", "not an object"), (b"3", "not an object")
+    for text, reason in (*wrong, (b"{", "options.json"), (b"\xff", "options.json")):
+        path.write_bytes(text)
+        with pytest.raises(EngineLoadError, match=reason):
+            EngineOptions.read(path)
