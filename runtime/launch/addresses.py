@@ -35,7 +35,7 @@ def _looked_up(name: str) -> str:
     except (OSError, UnicodeError) as error:
         raise LaunchError(f"the address {name!r} is none, and no name that can be looked up: {error}") from error
     found = [str(target[0]) for _, _, _, _, target in answers]
-    return next((one for one in found if ":" not in one), found[0])
+    return literal_address(next((one for one in found if ":" not in one), found[0]))
 
 
 def is_loopback(literal: str) -> bool:

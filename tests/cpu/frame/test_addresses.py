@@ -40,6 +40,13 @@ def test_an_address_that_is_none_is_named(address: str) -> None:
         literal_address(address)
 
 
+def test_a_name_of_a_link_is_refused_as_its_address_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = [(socket.AF_INET6, socket.SOCK_STREAM, 6, "", ("fe80::1%eth0", 0, 0, 2))]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answers)
+    with pytest.raises(LaunchError, match="names an interface"):
+        literal_address("printer.local")
+
+
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
 def test_a_port_that_is_taken_is_told(address: str) -> None:
     try:
