@@ -78,6 +78,8 @@ def main() -> None:
     notes = dict(note.split("=", 1) for note in options.note)
     loads = [(["--concurrency", str(options.in_flight)], options.in_flight * 5 // 4)] if options.in_flight else []
     loads += [(["--request-rate", f"{rate:g}"], round(rate * SECONDS_OF_RATE)) for rate in options.rates]
+    if len({requests for _, requests in loads}) < len(loads):  # their number chooses the prompts
+        parser.error("two loads have as many requests and so the same prompts; change --in-flight or --rates")
     with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:
         for name in options.configurations.split(","):
             with served(options.engine, Path(folder) / "state", CONFIGURATIONS[name], options.instances) as address:
