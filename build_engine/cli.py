@@ -95,9 +95,19 @@ does.
 @click.option("--h-scale", type=click.Choice(get_args(HScale)), default="static", show_default=True,
               help="Scales of the activations between the two expert products.")  # fmt: skip
 @click.option(
-    "--tp", type=int, default=1, show_default=True, help=f"Tensor-parallel ranks of a DP group: {_SIZES}. {_ONE_RANK}"
+    "--tp",
+    type=int,
+    default=1,
+    show_default=True,
+    help=f"Tensor-parallel ranks of each data-parallel group: {_SIZES}. {_ONE_RANK}",
 )
-@click.option("--ep", type=int, default=1, show_default=True, help=f"Expert-parallel groups of the world: {_SIZES}.")
+@click.option(
+    "--ep",
+    type=int,
+    default=1,
+    show_default=True,
+    help=f"Groups of the tp x dp ranks that share out the experts: {_SIZES}.",
+)
 @click.option("--dp", type=int, default=1, show_default=True, help=f"Data-parallel groups: {_SIZES}.")
 @click.option("--workers", type=click.IntRange(1, 64), help="Threads, one weight each. Default: processors, at most 8.")
 @click.option("--force", is_flag=True, help="Replace an engine that is there.")
