@@ -127,7 +127,8 @@ typedef struct gptoss_trt_moe_gemm_args {
   const int32_t* row_slots;      /* [P]: sorted row -> token x top_k + slot */
   const float* expert_weights;   /* [T, top_k] routing weights; DOWN only */
   void* out; /* GATE_UP: e4m3 [P, n / 2] by sorted row. DOWN: [T, top_k, n]. Rows behind o[E],
-                and (token, slot) pairs that no row names, are not written. */
+                and (token, slot) pairs that no row names, are not written. 8-byte aligned, 16 on
+                FP8 tiles and where MXFP4 is expanded into such. */
   float* out_scale; /* GATE_UP: [ceil(n / 2 / group), P]; not written when STATIC */
   void* workspace;  /* 256-byte aligned; may be null when the query says 0 bytes */
   uint64_t workspace_bytes;

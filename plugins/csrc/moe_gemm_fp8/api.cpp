@@ -187,6 +187,8 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
   gptoss_trt_status status = check_plan(args, plan);
   if (status == GPTOSS_TRT_OK) status = check_workspace(args, layout);
   if (status != GPTOSS_TRT_OK || args.tokens == 0) return status;
+  if (plan.tiles) status = check_pointer(kCall, "out", args.out, 16);
+  if (status != GPTOSS_TRT_OK) return status;
   int multiprocessors = 0;
   status = check_card(kCall, &multiprocessors);
   if (status != GPTOSS_TRT_OK) return status;

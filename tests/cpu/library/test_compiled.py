@@ -221,6 +221,16 @@ def test_tiles_refuse_what_they_cannot_do(library: Library, changes: dict[str, i
         library.moe_gemm(args, 0)
 
 
+@pytest.mark.parametrize("storage", [Storage.FP8_TILES, Storage.MXFP4])
+def test_tiles_store_sixteen_bytes_at_once(library: Library, storage: Storage) -> None:
+    args = arguments(**(TILES | {"storage": storage}), plan=Plan.PREFILL, tokens=2048, max_tokens=2048)
+    for name in ("weights", "x", "x_scale", "expert_offsets", "row_slots", "workspace"):
+        setattr(args, name, 4096)
+    args.out, args.workspace_bytes = 4096 + 8, 1 << 40
+    with pytest.raises(LibraryError, match="out at 0x1008 is not aligned to 16"):
+        library.moe_gemm(args, 0)
+
+
 def test_static_scale_needs_no_workspace_without_a_split(library: Library) -> None:
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, k_split=1)) == 0
     assert library.moe_gemm_workspace(arguments(scale_mode=ScaleMode.STATIC, plan=Plan.SIMT, k_split=1)) > 0
