@@ -107,7 +107,8 @@ def load_dataset(path: Path, model: str, outputs: Lengths, seed: int) -> list[Re
     """
     source, form = random.Random(seed), FORMS[model]
     requests = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+    lines = path.read_text(encoding="utf-8").split("\n")  # splitlines would cut strings with a U+2028
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -119,7 +120,10 @@ def load_dataset(path: Path, model: str, outputs: Lengths, seed: int) -> list[Re
             raise ValueError(f"{path}:{number}: no {form!r}, which model {model} takes")
         value: Any = entry[form] if form == "prompt" else tuple(entry[form])
         fields: dict[str, Any] = {form: value}
-        requests.append(Request(int(entry.get("max_tokens", outputs.draw(source))), **fields))
+        wanted = entry.get("max_tokens", outputs.draw(source))
+        if not isinstance(wanted, int | float) or not 1 <= wanted < 1 << 31:
+            raise ValueError(f"{path}:{number}: max_tokens is {wanted!r}, not a positive number")
+        requests.append(Request(int(wanted), **fields))
     if not requests:
         raise ValueError(f"{path} holds no request")
     return requests

@@ -72,11 +72,18 @@ def test_datasets(tmp_path):
     path.write_text('{"prompt": "a"}\n\n{"prompt": "b", "max_tokens": 9}\n')
     requests = load_dataset(path, "ensemble", Lengths.parse("4"), 0)
     assert [(request.prompt, request.max_tokens) for request in requests] == [("a", 4), ("b", 9)]
+    path.write_text('{"prompt": "a\u2028b\x85"}\r\n{"prompt": "c", "max_tokens": 9.0}', encoding="utf-8")
+    requests = load_dataset(path, "ensemble", Lengths.parse("4"), 0)
+    assert [(request.prompt, request.max_tokens) for request in requests] == [("a\u2028b\x85", 4), ("c", 9)]
     for content, message in [
         ('{"prompt": 3}', ":1: no 'prompt'"),
         ("{", ":1:"),
         ("", "holds no request"),
         ("[]", ":1:"),
+        ('{"prompt": "a", "max_tokens": null}', ":1: max_tokens is None"),
+        ('{"prompt": "a", "max_tokens": "many"}', ":1: max_tokens is 'many'"),
+        ('{"prompt": "a", "max_tokens": 0}', ":1: max_tokens is 0"),
+        ('{"prompt": "a", "max_tokens": 1e999}', ":1: max_tokens is inf"),
     ]:
         path.write_text(content)
         with pytest.raises(ValueError, match=message):
