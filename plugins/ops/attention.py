@@ -74,6 +74,8 @@ def attention_decode(
 ) -> None:
     """The op of that name, or with two outputs attention_decode_quant; see ops/schemas.py. Runs on the current stream;
     allocates the parts of a cut range. Raises LibraryError when the call fails."""
+    if q.shape[0] == 0:  # of no sequences, too
+        return
     if options.plan == FIXED_PLAN:
         _check_fixed(q, k_cache)
     elif q.shape[0] % context_lens.shape[0] or not takes_decode(q, k_cache, context_lens.shape[0]):

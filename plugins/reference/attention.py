@@ -139,10 +139,12 @@ def attention_decode(
     q [T, heads, D]; context_lens int [S]. Returns fp32 [T, heads, D]. Raises ValueError when S does not divide T.
     """
     sequences = len(context_lens)
+    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+    if len(q) == 0:
+        return out
     if sequences == 0 or len(q) % sequences:
         raise ValueError(f"{len(q)} queries are not the same number for each of {sequences} sequences")
     each = len(q) // sequences
-    out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
     for sequence, context in enumerate(context_lens.tolist()):
         if context == 0:
             continue

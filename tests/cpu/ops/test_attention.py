@@ -205,8 +205,17 @@ def test_a_missing_block_is_named(random: Random, outputs: Outputs) -> None:
 
 
 def test_empty_batch(outputs: Outputs) -> None:
+    from gptoss_trt.ops import attention as on_gpu  # brings Triton, whose interpreter the interpret tier chooses first
+
     cache = torch.zeros(1, _KV_HEADS, _BLOCK, _DIM, dtype=_BF16)
     empty = torch.zeros(0, _HEADS, _DIM, dtype=_BF16)
     table = torch.zeros(0, 1, dtype=_I32)
     out = outputs(0, _HEADS, _DIM, dtype=_BF16)
-    ops.attention_prefill(empty, cache, cache, table, None, _ints(0), _ints(), _SINKS, 0, _SCALE, 1.0, 1.0, out)
+    numbers = (_SINKS, 0, _SCALE, 1.0, 1.0)
+    ops.attention_prefill(empty, cache, cache, table, None, _ints(0), _ints(), *numbers, out)
+    decode = (empty, cache, cache, table, None, _ints(), *numbers)
+    quantised = outputs(0, _HEADS * _DIM, dtype=_FP8), outputs(1, 0, dtype=torch.float32)
+    ops.attention_decode(*decode, out)
+    ops.attention_decode_quant(*decode, *quantised)
+    on_gpu.attention_decode(*decode, out)
+    on_gpu.attention_decode_quant(*decode, *quantised)
