@@ -207,6 +207,8 @@ def _tiles_arguments(
 
 
 def _launch_tiles(args: DenseFp8Args, device: torch.device) -> None:
+    if not args.tokens:  # an empty tensor's address is null, which the library refuses
+        return
     with torch.cuda.device(device):
         library.load().dense_fp8(args, torch.cuda.current_stream(device).cuda_stream)
 

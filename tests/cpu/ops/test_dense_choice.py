@@ -37,3 +37,19 @@ def test_takes(
     x = torch.empty(tokens, columns, device="meta")
     weight = torch.empty(rows, columns, device="meta")
     assert dense.takes(dense_format, x, weight, segments) == taken
+
+
+def test_no_tokens_ask_nothing_of_the_library() -> None:
+    """An empty tensor's address is null, which the library refuses; there is none on this machine either."""
+    from gptoss_trt.ops import dense
+
+    def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    fp8, bf16, ints = torch.float8_e4m3fn, torch.bfloat16, empty(0, dtype=torch.int32)
+    segments = [512, 64, 64]
+    x = empty(0, 256, dtype=fp8), empty(2, 0, dtype=torch.float32)
+    weight = empty(640, 256, dtype=fp8), empty(6, 2, dtype=torch.float32)
+    dense.dense_fp8(*x, *weight, segments, None, empty(0, 640, dtype=bf16))
+    angles, q, cache = empty(4, 64, dtype=torch.float32), empty(0, 8, 64, dtype=bf16), empty(1, 1, 64, 64, dtype=bf16)
+    dense.dense_fp8_rope_kv_append(*x, *weight, segments, None, ints, angles, ints, 1.0, 1.0, q, cache, cache)
