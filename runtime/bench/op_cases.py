@@ -46,17 +46,21 @@ class Cases:
         self._config, self._formats, self._device = config, formats, device
         self._copy_bytes = copy_bytes  # of weights, over all copies of a case
         self._tensors = RandomTensors(config, formats, 0, device)
+        self._dense_forms = (False, True) if formats.dense == "fp8_block128" else (False,)
+        windows = (0, config.sliding_window)
+        self._attention_forms = [(window, fp8) for fp8 in self._dense_forms for window in windows]
 
     def make(self, op: str, tokens: int, context: int, decode: bool) -> list[Case]:
-        """The cases of an op; KeyError for an op that has none."""
+        """The cases of an op, and with dense FP8 of the op that a step calls in its place: the product of q, k and v
+        with the rotation, attention that quantises. KeyError for an op that has none."""
         makers: dict[str, Callable[[], list[Case]]] = {
             "embedding": lambda: [self._embedding(tokens)],
             "rmsnorm_quant": lambda: [self._rmsnorm(tokens)],
             "dense": lambda: self._dense(tokens, 1 if not decode else tokens),
             "kv_slots": lambda: [self._slots(tokens, context, decode)],
-            "rope_kv_append": lambda: [self._rope(tokens)],
-            "attention_decode": lambda: [self._attention(tokens, context, w) for w in (0, self._config.sliding_window)],
-            "attention_prefill": lambda: [self._prefill(tokens, w) for w in (0, self._config.sliding_window)],
+            "rope_kv_append": lambda: [self._rope(tokens, fp8) for fp8 in self._dense_forms],
+            "attention_decode": lambda: [self._attention(tokens, context, *form) for form in self._attention_forms],
+            "attention_prefill": lambda: [self._prefill(tokens, *form) for form in self._attention_forms],
             "moe_route": lambda: [self._route(tokens)],
             "rmsnorm_route": lambda: [self._rmsnorm_route(tokens)],
             "moe_gate_up": lambda: [self._experts(tokens, True)],
@@ -159,21 +163,44 @@ class Cases:
             "kv_slots", "", lambda _: ops.kv_slots(positions, start, table, None, BLOCK_TOKENS, slots), 1, 12.0 * tokens
         )
 
-    def _rope(self, tokens: int) -> Case:
+    def _rope(self, tokens: int, fp8: bool) -> Case:
         config = self._config
         cache = [self._cache(-(-tokens // BLOCK_TOKENS)) for _ in range(2)]
         slots = torch.arange(tokens, dtype=torch.int32, device=self._device)
-        qkv, q = self._bf16(tokens, config.qkv_size), self._empty(tokens, config.num_heads, config.head_dim)
+        q = self._empty(tokens, config.num_heads, config.head_dim)
         table = rope_table(RopeConfig(head_dim=config.head_dim), tokens, self._device)
-        return Case(
-            "rope_kv_append", "", lambda _: ops.rope_kv_append(qkv, slots, table, slots, 1.0, 1.0, q, *cache), 1,
-            4.0 * tokens * config.qkv_size,
-        )  # fmt: skip
+        rotation = (slots, table, slots, 1.0, 1.0, q, *cache)
+        if not fp8:
+            qkv = self._bf16(tokens, config.qkv_size)
+            return Case(
+                "rope_kv_append", "", lambda _: ops.rope_kv_append(qkv, *rotation), 1, 4.0 * tokens * config.qkv_size
+            )
+        first, scale = (self._tensors[f"layers.0.attention.qkv.{part}"] for part in ("weight", "weight_scale"))
+        rows, columns = first.shape
+        copies = self._copies(rows * columns)
+        weights = [first] + [first.clone() for _ in range(copies - 1)]
+        values, scales = self._quantised(tokens, columns)
+        ops.act_quant(self._bf16(tokens, columns), 128, values, scales)
+        segments = list(qkv_segments(config, Mapping()))
+
+        def call(i: int) -> None:
+            ops.dense_fp8_rope_kv_append(values, scales, weights[i], scale, segments, None, *rotation)
+
+        moved = rows * columns + tokens * (columns + 2.0 * rows)
+        return Case("dense_fp8_rope_kv_append", "", call, copies, moved, fp8_flop=2.0 * tokens * rows * columns)
+
+    def _attended(self, q: torch.Tensor, fp8: bool) -> list[torch.Tensor]:
+        """What attention writes: values, or codes and scales for an FP8 product."""
+        return (
+            [part for part in self._quantised(len(q), q[0].numel()) if part is not None]
+            if fp8
+            else [torch.empty_like(q)]
+        )
 
     def _cache(self, blocks: int) -> torch.Tensor:
         return self._bf16(blocks, self._config.num_kv_heads, BLOCK_TOKENS, self._config.head_dim)
 
-    def _attention(self, sequences: int, context: int, window: int) -> Case:
+    def _attention(self, sequences: int, context: int, window: int, fp8: bool) -> Case:
         config = self._config
         table, first, blocks = self._tables(sequences, context, window)
         if not window:  # the width that a captured step has for this context, which decides how keys are cut
@@ -184,15 +211,16 @@ class Cases:
         caches = [(self._cache(blocks), self._cache(blocks)) for _ in range(copies)]
         contexts = torch.full((sequences,), context, dtype=torch.int32, device=self._device)
         q, sinks = self._bf16(sequences, config.num_heads, config.head_dim), self._bf16(config.num_heads)
-        out = torch.empty_like(q)
+        out, op = self._attended(q, fp8), "attention_decode_quant" if fp8 else "attention_decode"
+        run = getattr(ops, op)
 
         def call(i: int) -> None:
-            ops.attention_decode(q, *caches[i], table, first, contexts, sinks, window, 0.125, 1.0, 1.0, out)
+            run(q, *caches[i], table, first, contexts, sinks, window, 0.125, 1.0, 1.0, *out)
 
         flop = 4.0 * sequences * config.q_size * keys
         what = f"window {window}" if window else "full"
-        others = self._others("attention_decode", q, caches[0][0], window)
-        return Case("attention_decode", what, call, copies, kv_bytes + 4 * q.numel(), bf16_flop=flop, others=others)
+        others = {} if fp8 else self._others(op, q, caches[0][0], window)
+        return Case(op, what, call, copies, kv_bytes + 4 * q.numel(), bf16_flop=flop, others=others)
 
     def _others(self, op: str, q: torch.Tensor, cache: torch.Tensor, window: int) -> dict[str, str | None]:
         if self._device.type != "cuda":
@@ -200,23 +228,24 @@ class Cases:
         shape = attention_flashinfer.shape_of(q, cache, window)
         return {attention_flashinfer.PACKAGE: attention_flashinfer.missing(op, shape)}
 
-    def _prefill(self, tokens: int, window: int) -> Case:
+    def _prefill(self, tokens: int, window: int, fp8: bool) -> Case:
         config = self._config
         table, _, blocks = self._tables(1, tokens, 0)
         k, v = self._cache(blocks), self._cache(blocks)
         start = torch.tensor([0, tokens], dtype=torch.int32, device=self._device)
         q, sinks = self._bf16(tokens, config.num_heads, config.head_dim), self._bf16(config.num_heads)
-        out = torch.empty_like(q)
+        out, op = self._attended(q, fp8), "attention_prefill_quant" if fp8 else "attention_prefill"
+        run = getattr(ops, op)
         pairs = tokens * (tokens + 1) / 2
         seen = min(pairs, tokens * window) if window else pairs
 
         def call(_: int) -> None:
-            ops.attention_prefill(q, k, v, table, None, start, start[1:], sinks, window, 0.125, 1.0, 1.0, out)
+            run(q, k, v, table, None, start, start[1:], sinks, window, 0.125, 1.0, 1.0, *out)
 
         moved = 4.0 * q.numel() + tokens * 2 * config.kv_size * 2
         what = f"window {window}" if window else "full"
-        others = self._others("attention_prefill", q, k, window)
-        return Case("attention_prefill", what, call, 1, moved, bf16_flop=4.0 * config.q_size * seen, others=others)
+        others = {} if fp8 else self._others(op, q, k, window)
+        return Case(op, what, call, 1, moved, bf16_flop=4.0 * config.q_size * seen, others=others)
 
     def _routing(self, tokens: int) -> tuple[torch.Tensor, ...]:
         """expert_ids, expert_weights, expert_offsets, active_experts, row_slots."""

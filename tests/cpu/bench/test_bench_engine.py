@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -120,3 +121,14 @@ def test_every_op_has_a_case(tmp_path: Path) -> None:
         "sample", "feed",
     }  # fmt: skip
     assert all(values["us"] > 0 and values["implementation"] == "cpu" for values in records(result))  # type: ignore[operator]
+
+
+def test_dense_fp8_has_the_ops_that_its_steps_call() -> None:
+    result = run("ops", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prefill", "5", "--context", "70",
+                 "--dense", "fp8_block128", "--op", "rope_kv_append", "--op", "attention_decode",
+                 "--op", "attention_prefill")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    counts = Counter(values["op"] for values in records(result))
+    plain = {"rope_kv_append": 2, "attention_decode": 2, "attention_prefill": 2}
+    together = {"dense_fp8_rope_kv_append": 2, "attention_decode_quant": 2, "attention_prefill_quant": 2}
+    assert counts == {**plain, **together}
