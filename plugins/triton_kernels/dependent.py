@@ -4,6 +4,8 @@ Invariant: every kernel launched with `DEPENDENT` calls `wait` in all its progra
 its first load of anything that a step writes. So a kernel that ends has seen its predecessor end, and whoever waits for
 it has waited for all kernels before it. Ahead of `wait` a kernel may read weights, which never change, and what was
 written before the step: a step's first kernel (kv_slots) and all of torch's own are launched without `DEPENDENT`.
+The product of q, k and v reads kv_slots' slots there too: the kernel behind kv_slots (embedding) has no `DEPENDENT`
+either, so slots are written before anything dependent starts.
 """
 
 from __future__ import annotations
