@@ -1,0 +1,274 @@
+// The ends of dense_fp8's tiles: sums to the output, to q and the KV cache, or to a cluster's
+// blocks, which add their parts of K.
+#ifndef GPTOSS_TRT_DENSE_FP8_STORE_CUH_
+#define GPTOSS_TRT_DENSE_FP8_STORE_CUH_
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "core/bf16.cuh"
+#include "core/cluster.cuh"
+#include "core/ptx.cuh"
+#include "core/turn_quad.cuh"
+#include "dense_fp8/params.h"
+#include "dense_fp8/rotate.cuh"
+#include "dense_fp8/tile.cuh"
+
+namespace gptoss::dense_fp8 {
+
+// The sums of a whole K to `out`.
+template <typename S>
+__device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
+                                           const Sums<S>& sum) {
+#pragma unroll
+  for (int half = 0; half < S::kHalves; ++half) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      const int token = tile.token + lane.token + half * 64 + row * 8;
+      const int64_t at = static_cast<int64_t>(token) * p.n + tile.row;
+      if (p.out_fp32) {
+        float* out = static_cast<float*>(p.out) + at;
+#pragma unroll
+        for (int j = 0; j < S::kColumns / 8; ++j) {
+          const int column = lane.column + 8 * j;
+          if (token < p.tokens && column < tile.rows) {
+            *reinterpret_cast<float2*>(out + column) =
+                make_float2(sum[half][4 * j + 2 * row], sum[half][4 * j + 2 * row + 1]);
+          }
+        }
+        continue;
+      }
+      auto* out = static_cast<__nv_bfloat16*>(p.out) + at;
+      const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
+#pragma unroll
+      for (int j = 0; j < S::kColumns / 8; j += 4) {
+        uint32_t words[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float* pair = sum[half] + 4 * (j + i) + 2 * row;
+          words[i] = bf16_pair(pair[0], pair[1]);
+        }
+        turn_quad(words);
+        const int column = first + 8 * j;
+        if (token < p.tokens && column < tile.rows) {
+          *reinterpret_cast<uint4*>(out + column) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+        }
+      }
+    }
+  }
+}
+
+// Number `i` of the tokens that a thread has in a tile.
+template <typename S>
+__device__ __forceinline__ int token_of(const Lane<S>& lane, const Tile& tile, int i) {
+  return tile.token + lane.token + i / 2 * 64 + i % 2 * 8;
+}
+
+// The same of heads that are turned (q, k) or kept in the cache (k, v): a head's halves of a token
+// are in one thread. Three copies without branches: one with a branch for each pair of columns took
+// 27 us more for 8,192 tokens than store_tile.
+template <typename S, bool kTurned, bool kKept>
+__device__ __forceinline__ void store_heads(const Params& p, const Destination& to,
+                                            const Lane<S>& lane, const Tile& tile,
+                                            const Sums<S>& sum) {
+  constexpr int kRows = 2 * S::kHalves, kHeads = S::kColumns / kHeadDim;
+  const int column = threadIdx.x % 4 * 2;  // of a head's half, and 8i further
+  float2 cos[4], sin[4];
+  int positions[kRows], slots[kRows];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {  // one latency for all
+    const int token = min(token_of(lane, tile, i), p.tokens - 1);
+    if (kTurned) positions[i] = __ldg(p.positions + token);
+    slots[i] = kKept ? __ldg(p.slots + token) : 0;
+  }
+  if (kTurned) load_angles(p, positions[0], column, cos, sin);
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    uint32_t first[kHeads][4], second[kHeads][4];
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float* low = sum[i / 2] + 4 * (8 * head + j) + 2 * (i % 2);
+        const float* high = low + 4 * 4;
+        first[head][j] = bf16_pair(low[0], low[1]);
+        second[head][j] = bf16_pair(high[0], high[1]);
+        if (kTurned) turn(cos[j], sin[j], first[head][j], second[head][j]);
+      }
+    }
+    if (kTurned && i + 1 < kRows) load_angles(p, positions[i + 1], column, cos, sin);
+    const int token = token_of(lane, tile, i);
+    const bool present = token < p.tokens && slots[i] >= 0;
+    // Of the tile's first head in this thread; heads of one KV block lie block_tokens rows apart.
+    const int inside = lane.column / kHeadDim * kHeadDim;
+    uint16_t* at = to.row<kKept>(p, token, slots[i], inside) + threadIdx.x % 4 * 8;
+    const int64_t next = kKept ? kHeadDim << p.block_shift : kHeadDim;
+#pragma unroll
+    for (int head = 0; head < kHeads; ++head, at += next) {
+      turn_quad(first[head]);
+      turn_quad(second[head]);
+      if (present && inside + head * kHeadDim < tile.rows) {
+        *reinterpret_cast<uint4*>(at) =
+            make_uint4(first[head][0], first[head][1], first[head][2], first[head][3]);
+        *reinterpret_cast<uint4*>(at + kHeadDim / 2) =
+            make_uint4(second[head][0], second[head][1], second[head][2], second[head][3]);
+      }
+    }
+  }
+}
+
+template <typename S>
+__device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& lane,
+                                              const Tile& tile, const Sums<S>& sum) {
+  const Destination to(p, tile.block, tile.row);
+  if (!to.kept()) {
+    store_heads<S, true, false>(p, to, lane, tile, sum);
+  } else if (to.turned()) {
+    store_heads<S, true, true>(p, to, lane, tile, sum);
+  } else {
+    store_heads<S, false, true>(p, to, lane, tile, sum);
+  }
+}
+
+// The sums of a part of K into the block's shared memory, over the ring: [kTokens][kPartPitch].
+template <typename S>
+__device__ __forceinline__ void keep_part(const Memory<S>& memory, const Lane<S>& lane,
+                                          const Sums<S>& sum) {
+  named_barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies any more
+#pragma unroll
+  for (int half = 0; half < S::kHalves; ++half) {
+#pragma unroll
+    for (int i = 0; i < S::kColumns / 2; i += 2) {
+      const int token = lane.token + half * 64 + i % 4 / 2 * 8;
+      const int column = lane.column + i / 4 * 8;
+      asm volatile(
+          "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(memory.base + (token * kPartPitch + column) * 4),
+          "f"(sum[half][i]), "f"(sum[half][i + 1])
+          : "memory");
+    }
+  }
+}
+
+// Four columns of the bias that this thread's results have in add_parts.
+__device__ __forceinline__ uint2 bias_of_thread(const Params& p, const Tile& tile) {
+  const int column = threadIdx.x % (kBlock / 4) * 4;
+  if (p.bias == nullptr || column >= tile.rows) return make_uint2(0, 0);
+  return __ldg(reinterpret_cast<const uint2*>(p.bias + tile.row + column));
+}
+
+// Of add_parts: a warp has a token at a time, a lane four neighbouring columns.
+constexpr int kQuads = kBlock / 4;
+constexpr int kTokensAtOnce = kThreads / kQuads;
+static_assert(kQuads == 32, "a warp has a token");
+
+// What the first of a thread's tokens are rotated by, and where their keys go: the step had them
+// before the kernel ahead, so they are read before the wait.
+template <typename S, bool kUsed = S::kSplit && S::kRotates>
+struct Angles {
+  __device__ __forceinline__ void load(const Params&, const Tile&) {}
+};
+
+template <typename S>
+struct Angles<S, true> {
+  static constexpr int kAhead = S::kTokens == 64 ? 3 : 1;
+  float4 cos[kAhead], sin[kAhead];
+  int slot[kAhead];
+
+  __device__ __forceinline__ void load(const Params& p, const Tile& tile) {
+    const int first = tile.token + cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      const int token = min(first + i * p.parts * kTokensAtOnce, p.tokens - 1);
+      load_token(p, tile, token, cos[i], sin[i], slot[i]);
+    }
+  }
+
+  __device__ __forceinline__ static void load_token(const Params& p, const Tile& tile, int token,
+                                                    float4& cos, float4& sin, int& slot) {
+    const Destination to(p, tile.block, tile.row);
+    if (to.turned()) load_angles(p, p.positions[token], threadIdx.x % 8 * 4, cos, sin);
+    slot = to.kept() ? p.slots[token] : 0;
+  }
+
+  // `total` are columns `column` to `column` + 3 of the tile, of its token number `token`, the
+  // thread's number `count`; eight lanes further are those of the head's other half.
+  __device__ __forceinline__ void store(const Params& p, const Tile& tile, int token, int column,
+                                        int count, const float4& total) const {
+    const Destination to(p, tile.block, tile.row);
+    float4 cosines, sines;
+    int at_slot;
+    bool known = false;
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (count == i) cosines = cos[i], sines = sin[i], at_slot = slot[i], known = true;
+    }
+    if (!known) load_token(p, tile, tile.token + token, cosines, sines, at_slot);
+    uint32_t own[2] = {bf16_pair(total.x, total.y), bf16_pair(total.z, total.w)}, other[2];
+    const uint32_t lanes = tile.rows > kHeadDim ? 0xFFFFFFFFu : 0xFFFFu;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) other[i] = __shfl_xor_sync(lanes, own[i], kHeadDim / 2 / 4);
+    if (to.turned()) {
+      const bool second = column % kHeadDim >= kHeadDim / 2;
+      const float2 cos2[2] = {make_float2(cosines.x, cosines.y), make_float2(cosines.z, cosines.w)};
+      const float2 sin2[2] = {make_float2(sines.x, sines.y), make_float2(sines.z, sines.w)};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        uint32_t low = second ? other[i] : own[i], high = second ? own[i] : other[i];
+        turn(cos2[i], sin2[i], low, high);
+        own[i] = second ? high : low;
+      }
+    }
+    if (at_slot < 0) return;
+    const int head = column / kHeadDim * kHeadDim;
+    uint16_t* at = to.kept() ? to.row<true>(p, tile.token + token, at_slot, head)
+                             : to.row<false>(p, tile.token + token, at_slot, head);
+    *reinterpret_cast<uint2*>(at + column % kHeadDim) = make_uint2(own[0], own[1]);
+  }
+};
+
+// Adds the cluster's parts in their order: each of its blocks some of the tile's tokens.
+template <typename S>
+__device__ inline void add_parts(const Params& p, const Memory<S>& memory, const Tile& tile,
+                                 uint2 bias, const Angles<S>& angles) {
+  const int column = threadIdx.x % kQuads * 4;
+  const int tokens = min(S::kTokens, p.tokens - tile.token);
+  if (column >= tile.rows) return;
+  int count = 0;
+  for (int token = cluster_rank() * kTokensAtOnce + threadIdx.x / kQuads; token < tokens;
+       token += p.parts * kTokensAtOnce, ++count) {
+    float4 total =
+        make_float4(__uint_as_float(bias.x << 16), __uint_as_float(bias.x & 0xFFFF0000u),
+                    __uint_as_float(bias.y << 16), __uint_as_float(bias.y & 0xFFFF0000u));
+    const uint32_t at = memory.base + (token * kPartPitch + column) * 4;
+    float4 parts[kMostParts];
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      if (part < p.parts) parts[part] = cluster_load(cluster_address(at, part));
+    }
+#pragma unroll
+    for (int part = 0; part < kMostParts; ++part) {
+      if (part >= p.parts) break;
+      total.x += parts[part].x;
+      total.y += parts[part].y;
+      total.z += parts[part].z;
+      total.w += parts[part].w;
+    }
+    if constexpr (S::kRotates) {
+      angles.store(p, tile, token, column, count, total);
+      continue;
+    }
+    const int64_t to = static_cast<int64_t>(tile.token + token) * p.n + tile.row + column;
+    if (p.out_fp32) {
+      *reinterpret_cast<float4*>(static_cast<float*>(p.out) + to) = total;
+    } else {
+      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.out) + to) =
+          make_uint2(bf16_pair(total.x, total.y), bf16_pair(total.z, total.w));
+    }
+  }
+}
+
+}  // namespace gptoss::dense_fp8
+
+#endif  // GPTOSS_TRT_DENSE_FP8_STORE_CUH_
