@@ -89,6 +89,8 @@ def test_traces_without_their_extra_are_refused_before_the_server_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(TritonServer, "start", None)
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter.")]:  # of another test
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter", None)  # the API is there without it
     (tmp_path / "scripted.json").write_text("{}", encoding="ascii")
     result = CliRunner().invoke(gptoss_trt, ["serve", str(tmp_path), "--otlp-url", "http://127.0.0.1:4318/v1/traces"])
