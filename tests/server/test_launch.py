@@ -144,19 +144,23 @@ def test_sigterm_lets_a_stream_finish(folder: Path) -> None:
 
 
 def test_a_terminal_that_closes_drains_unless_under_nohup(folder: Path) -> None:
-    serve = Serve(folder)
+    serve = _served_with(signal.SIG_DFL, folder)  # the tests themselves may run under nohup
     serve.announcement()
     assert serve.end(signal.SIGHUP)[0] == 0
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        serve = Serve(folder)
-    finally:
-        signal.signal(signal.SIGHUP, before)
+    serve = _served_with(signal.SIG_IGN, folder)
     url = serve.announcement()["http"]
     serve.process.send_signal(signal.SIGHUP)
     time.sleep(1.0)
     assert status_of(f"{url}/v2/health/live") == 200
     assert serve.end()[0] == 0
+
+
+def _served_with(hangup: signal.Handlers, folder: Path) -> Serve:
+    before = signal.signal(signal.SIGHUP, hangup)
+    try:
+        return Serve(folder)
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_what_outlasts_the_drain_is_cancelled(folder: Path) -> None:
