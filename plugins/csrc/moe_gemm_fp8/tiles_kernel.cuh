@@ -23,6 +23,7 @@
 
 #include "core/cluster.cuh"
 #include "core/ptx.cuh"
+#include "core/turn_quad.cuh"
 #include "dense_fp8/instructions.cuh"
 #include "moe_gemm_fp8/epilogue.cuh"
 #include "moe_gemm_fp8/tiles_expand.cuh"
@@ -152,22 +153,6 @@ __device__ __forceinline__ void pass_item(const Params& p, const TileMemory<S>& 
   }
 }
 
-// a of the upper lane of a pair and b of the lower one change places.
-__device__ __forceinline__ void exchange(uint32_t& a, uint32_t& b, int distance, bool upper) {
-  const uint32_t other = __shfl_xor_sync(0xFFFFFFFFu, upper ? a : b, distance);
-  a = upper ? other : a;
-  b = upper ? b : other;
-}
-
-// words[s] of lane t of four becomes words[t] of lane s.
-__device__ __forceinline__ void transpose_quad(uint32_t (&words)[4]) {
-  const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-  exchange(words[0], words[1], 1, odd);
-  exchange(words[2], words[3], 1, odd);
-  exchange(words[0], words[2], 2, upper);
-  exchange(words[1], words[3], 2, upper);
-}
-
 // Byte b of word w becomes byte w of word b.
 __device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&words)[4]) {
   const uint32_t low_01 = __byte_perm(words[0], words[1], 0x5140);
@@ -243,7 +228,7 @@ __device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, c
     }
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
-      transpose_quad(words[row]);
+      turn_quad(words[row]);
       const uint4 codes =
           kPermuted ? make_uint4(words[row][0], words[row][1], words[row][2], words[row][3])
                     : transpose_bytes(words[row]);
@@ -297,7 +282,7 @@ __device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
           }
           continue;
         }
-        if constexpr (!kPermuted) transpose_quad(words);
+        if constexpr (!kPermuted) turn_quad(words);
         const int column = 8 * (j + threadIdx.x % 4);
         if (present && first + column < p.n) {
           *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at + column) =
