@@ -63,13 +63,22 @@ def rows(found: Cells, peer: dict[str, Any]) -> list[str]:
 
 
 def served_rows(path: Path) -> list[str]:
-    """One Markdown table: the load of served_decode.py over gRPC and at the engine's socket."""
-    found = {(r["way"], r["concurrency"]): r for r in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
-    streams = sorted({concurrency for _, concurrency in found})
-    lines = ["| tokens/s | " + " | ".join([f"{streams[0]} stream", *map(str, streams[1:])]) + " |"]
-    lines.append("|---" * (len(streams) + 1) + "|")
-    for name, way, key, form in SERVED:
-        lines.append(_row(name, [format(found[way, concurrency][key], form) for concurrency in streams]))
+    """A Markdown table for each format of dense products: the load of served_decode.py over gRPC and at the engine's
+    socket."""
+    records = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    found = {(r.get("dense", "bf16"), r["way"], r["concurrency"]): r for r in records}
+    lines: list[str] = []
+    for dense, words in DENSE.items():
+        streams = sorted({concurrency for of, _, concurrency in found if of == dense})
+        if streams:
+            lines += [] if not lines else [""]
+            lines.append(
+                f"| {words}, tokens/s | " + " | ".join([f"{streams[0]} stream", *map(str, streams[1:])]) + " |"
+            )
+            lines.append("|---" * (len(streams) + 1) + "|")
+        for name, way, key, form in SERVED if streams else ():
+            values = [found.get((dense, way, concurrency)) for concurrency in streams]
+            lines.append(_row(name, ["" if record is None else format(record[key], form) for record in values]))
     return lines
 
 

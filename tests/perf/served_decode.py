@@ -1,6 +1,7 @@
-"""Decode cells through a running tritonserver and, under the same load, at its engine's own socket.
+"""Decode cells through tritonserver and, under the same load, at its engine's own socket.
 
-    gptoss-trt serve engine/ --state-dir state --instances 4 --json    # prints the URLs and the server's state folder
+    python tests/perf/served_decode.py engine/ --out FILE    # serves the engine meanwhile
+    gptoss-trt serve engine/ --state-dir state --instances 4 --json    # or one that runs: its state folder is printed
     python tests/perf/served_decode.py engine/ --url grpc://127.0.0.1:8001 --state state/server-8000 --out FILE
 
 One JSON line for each way and concurrency: `tok_s` and `ms` over the time in which every stream was decoding (the cells
@@ -18,6 +19,7 @@ import itertools
 import json
 import multiprocessing
 import queue
+import tempfile
 import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -25,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from serving import served
 
 from gptoss_trt.client.api import AsyncClient
 from gptoss_trt.client.bench.workload import Lengths, Request, synthetic
@@ -35,6 +38,7 @@ from gptoss_trt.runtime.engine import messages
 from gptoss_trt.runtime.engine.client import EngineClient
 
 WAYS = ("tensorrt_llm", "engine")
+STEP_TOKENS = 8192  # of the server started here: prompts of several streams in one step
 WARM_TOKENS = 8  # of every stream, before the time counts
 ANSWER_S = 60.0
 
@@ -222,10 +226,9 @@ def measure(clients: Clients, way: str, streams: int, options: argparse.Namespac
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("engine", type=Path, help="the engine directory that the server serves")
-    parser.add_argument("--url", default="grpc://127.0.0.1:8001", help="default: %(default)s")
-    parser.add_argument(
-        "--state", type=Path, required=True, help="the server's state folder, as `serve --json` prints it"
-    )
+    parser.add_argument("--url", default="grpc://127.0.0.1:8001", help="of a server that runs; default: %(default)s")
+    parser.add_argument("--state", type=Path, help="its state folder, as `serve --json` prints it; default: serve here")
+    parser.add_argument("--instances", type=int, default=4, help="of a server started here; default: %(default)s")
     parser.add_argument("--concurrency", default="1,8,32,64,128", help="default: %(default)s")
     parser.add_argument("--input-tokens", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--output-tokens", type=int, default=256, help="default: %(default)s")
@@ -239,10 +242,9 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
-    options = parsed()
+def measure_all(options: argparse.Namespace, url: str, state: Path) -> None:
     notes = dict(note.split("=", 1) for note in options.note)
-    clients = Clients(options.processes, options.url, options.engine, options.state)
+    clients = Clients(options.processes, url, options.engine, state)
     seed = 1
     for streams in map(int, options.concurrency.split(",")):
         for way in options.ways.split(","):
@@ -260,6 +262,21 @@ def main() -> None:
                 with options.out.open("a", encoding="utf-8") as file:
                     file.write(line + "\n")
     clients.close()
+
+
+def main() -> None:
+    options = parsed()
+    if options.state is not None:
+        measure_all(options, options.url, options.state)
+        return
+    most = max(map(int, options.concurrency.split(",")))
+    chosen = (f"max_batch={most}", f"step_tokens={STEP_TOKENS}")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        served(options.engine, Path(folder), chosen, options.instances) as server,
+    ):
+        options.note.append(f"instances={options.instances}")
+        measure_all(options, f"grpc://{server['grpc']}", Path(server["state"]))
 
 
 if __name__ == "__main__":

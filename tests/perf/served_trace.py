@@ -12,18 +12,14 @@ configuration and load: that of `gptoss-trt bench serve` with `configuration` an
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import signal
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import trace_dataset
+from serving import COMMAND, served
 
-COMMAND = [sys.executable, "-m", "gptoss_trt"]
 CONFIGURATIONS = {  # name: engine options beside max_batch
     "chunked": (),
     "no prefix cache": ("prefix_cache=false",),
@@ -32,26 +28,6 @@ CONFIGURATIONS = {  # name: engine options beside max_batch
 MAX_BATCH = 256
 WARM = 8  # requests before each load, not counted
 SECONDS_OF_RATE = 10  # a load at a rate has as many requests as come in this time
-STOP_S = 60.0
-
-
-@contextlib.contextmanager
-def served(engine: Path, state: Path, options: tuple[str, ...], instances: int) -> Iterator[str]:
-    """The gRPC address of a server of the engine, which ends behind the block."""
-    chosen = [word for option in (f"max_batch={MAX_BATCH}", *options) for word in ("--engine-option", option)]
-    command = [*COMMAND, "serve", str(engine), "--state-dir", str(state), "--no-openai", "--model", "tensorrt_llm"]
-    process = subprocess.Popen(
-        [*command, "--instances", str(instances), "--json", *chosen], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        if not line.startswith("{"):
-            raise RuntimeError(f"serve ended with status {process.wait()} before it was ready")
-        yield json.loads(line)["grpc"]
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(STOP_S)
 
 
 def measured(address: str, dataset: Path, load: list[str], requests: int) -> dict[str, object]:
@@ -82,11 +58,12 @@ def main() -> None:
         parser.error("two loads have as many requests and so the same prompts; change --in-flight or --rates")
     with tempfile.TemporaryDirectory() as folder, options.out.open("a", encoding="utf-8") as out:
         for name in options.configurations.split(","):
-            with served(options.engine, Path(folder) / "state", CONFIGURATIONS[name], options.instances) as address:
+            chosen = (f"max_batch={MAX_BATCH}", *CONFIGURATIONS[name])
+            with served(options.engine, Path(folder) / "state", chosen, options.instances) as server:
                 for load, requests in loads:
                     dataset = Path(folder) / f"{'-'.join(load)}.jsonl"
                     trace_dataset.write(dataset, requests + WARM, seed=requests)
-                    record = {"configuration": name, **measured(address, dataset, load, requests), **notes}
+                    record = {"configuration": name, **measured(server["grpc"], dataset, load, requests), **notes}
                     print(json.dumps(record), file=out, flush=True)
                     print(f"{name}, {record['load']}: {record['goodput_s']} good requests/s", flush=True)
 

@@ -1,0 +1,65 @@
+"""Runs of h200.sh and served_h200.sh go into the results files: a cell is replaced by its newer one, others stay."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+PERF = Path(__file__).parents[2] / "perf"
+OLD = {"model": "gpt-oss-20b", "input_tokens": 1024, "output_tokens": 256, "all_tok_s": 1.0, "tokens_a_response": 1.0}
+
+
+def lines(path: Path, *records: dict[str, Any]) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def merged(folder: Path) -> None:
+    subprocess.run(
+        [sys.executable, str(PERF / "h200_merge.py"), str(folder), "--results", str(folder / "results")], check=True
+    )
+
+
+def served(way: str, concurrency: int, tok_s: float, **more: str) -> dict[str, Any]:
+    return OLD | {"way": way, "concurrency": concurrency, "tok_s": tok_s} | more
+
+
+def served_rows(file: Path) -> list[str]:
+    spec = importlib.util.spec_from_file_location("h200_report", PERF / "h200_report.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    rows: list[str] = module.served_rows(file)
+    return rows
+
+
+def test_served_cells_are_replaced_by_format_of_dense_products(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "triton_h200.jsonl"
+    lines(file, served("engine", 1, 10.0), served("tensorrt_llm", 1, 11.0), served("engine", 8, 12.0))
+    fp8 = [served(way, 1, 20.0, dense="fp8_block128") for way in ("engine", "tensorrt_llm")]
+    lines(tmp_path / "triton.jsonl", served("engine", 1, 13.0, dense="bf16"), *fp8)
+    merged(tmp_path)
+    kept = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [record["tok_s"] for record in kept] == [13.0, 11.0, 12.0, 20.0, 20.0]
+    table = served_rows(file)
+    assert table[0] == "| dense BF16, tokens/s | 1 stream | 8 |" and "| dense FP8, tokens/s | 1 stream |" in table
+    assert table[2:4] == ["| over gRPC, all streams decoding | 11 |  |", "| at the engine's socket | 13 | 12 |"]
+    assert table.count("| at the engine's socket | 20 |") == 1
+
+
+def test_a_run_of_cells_leaves_served_results_alone(tmp_path: Path) -> None:
+    cell = {"model": "gpt-oss-20b", "dense": "bf16", "kind": "decode", "context": 1024, "batch": 1}
+    lines(tmp_path / "client.jsonl", cell | {"ms": 2.0})
+    lines(tmp_path / "core.jsonl", cell | {"ms": 3.0, "graph_ms": 2.5, "distinct_experts": 4.0})
+    lines(tmp_path / "results" / "h200.jsonl", cell | {"ms": 9.0}, cell | {"batch": 8, "ms": 9.0})
+    lines(tmp_path / "results" / "trace_h200.jsonl", {"load": "l", "configuration": "c"})
+    merged(tmp_path)
+    found = [json.loads(line) for line in (tmp_path / "results" / "h200.jsonl").read_text().splitlines()]
+    assert [record["ms"] for record in found] == [3.0, 9.0]
+    assert found[0]["client_ms"] == 2.0 and found[0]["core_ms"] == 3.0
+    assert (tmp_path / "results" / "trace_h200.jsonl").read_text() == '{"load": "l", "configuration": "c"}\n'
+    assert not (tmp_path / "results" / "triton_h200.jsonl").exists()
