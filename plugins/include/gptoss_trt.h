@@ -248,7 +248,7 @@ typedef struct gptoss_trt_dense_few_args {
   int32_t first_segment;     /* FP8: rows of the first two segments, multiples of 8 or n; */
   int32_t second_segment;    /* each begins a new row of scales. n, 0 where there is one */
   const void* x;             /* [tokens, k], 16-byte aligned, as is weight */
-  const float* x_scale;      /* FP8: [ceil(k / 128), tokens], or null: x is bf16, quantised here */
+  const float* x_scale;      /* FP8: [ceil(k / 128), tokens] */
   const void* weight;        /* [n, k] */
   const float* weight_scale; /* FP8: [rows of scales, ceil(k / 128)] */
   const void* bias;          /* bf16 [n], or null for none */
@@ -257,8 +257,8 @@ typedef struct gptoss_trt_dense_few_args {
 } gptoss_trt_dense_few_args;
 
 /* Launches the product on the stream; success means launched, not finished. tokens = 0 launches
- * nothing. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or
- * CUDA_ERROR. */
+ * nothing, whatever the pointers. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not
+ * sm_90) or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few_args* args,
                                                       gptoss_trt_stream stream);
 
@@ -296,8 +296,8 @@ typedef struct gptoss_trt_dense_fp8_args {
 } gptoss_trt_dense_fp8_args;
 
 /* Launches the product on the stream; success means launched, not finished. tokens = 0 launches
- * nothing. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or
- * CUDA_ERROR. */
+ * nothing, whatever the pointers. Fails with INVALID_ARGUMENT, UNSUPPORTED (a card that is not
+ * sm_90) or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_args* args,
                                                       gptoss_trt_stream stream);
 
@@ -328,9 +328,9 @@ typedef struct gptoss_trt_rmsnorm_quant_args {
   float* scales;             /* with quantised: [ceil(H / 128), T] */
 } gptoss_trt_rmsnorm_quant_args;
 
-/* Launches on the stream; success means launched, not finished. tokens = 0 launches nothing. A
- * token's results do not depend on the other tokens. Fails with INVALID_ARGUMENT, UNSUPPORTED (a
- * card that is not sm_90) or CUDA_ERROR. */
+/* Launches on the stream; success means launched, not finished. tokens = 0 launches nothing,
+ * whatever the pointers. A token's results do not depend on the other tokens. Fails with
+ * INVALID_ARGUMENT, UNSUPPORTED (a card that is not sm_90) or CUDA_ERROR. */
 GPTOSS_TRT_API gptoss_trt_status gptoss_trt_rmsnorm_quant(const gptoss_trt_rmsnorm_quant_args* args,
                                                           gptoss_trt_stream stream);
 

@@ -251,7 +251,6 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "moe_combine_norm": _both_or_neither,
     "act_quant": _act_quant,
     "dense_fp8": _dense_fp8,
-    "act_dense_fp8": _dense_fp8,
     "kv_slots": _block_tokens,
     "rope_kv_append": _rope,
     "attention_prefill": _attention,

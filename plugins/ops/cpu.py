@@ -74,14 +74,6 @@ def dense_fp8(
     out.copy_(dense_reference.dense(act_dequant(x, x_scale), product, bias))
 
 
-def act_dense_fp8(
-    x: Tensor, weight: Tensor, weight_scale: Tensor, segments: list[int], bias: Tensor | None, out: Tensor
-) -> None:
-    values, scales = quantise(x, 128)
-    assert scales is not None
-    dense_fp8(values, scales, weight, weight_scale, segments, bias, out)
-
-
 def kv_slots(
     positions: Tensor,
     query_start: Tensor,

@@ -16,7 +16,6 @@ import torch
 from gptoss_trt.ops import library, plan
 from gptoss_trt.ops.library import DenseFewArgs, DenseFormat, DenseFp8Args, OutDtype
 from gptoss_trt.triton_kernels import dense as triton_dense
-from gptoss_trt.triton_kernels.act_quant import quantised
 from gptoss_trt.triton_kernels.rope_kv_append import rope_kv_append
 
 # The built-in rule, where no plan names the shape.
@@ -101,22 +100,6 @@ def dense_fp8(
     else:
         tiles = tiles_for(x.shape[0], *weight.shape)
         dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, tiles)
-
-
-def act_dense_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    segments: list[int],
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The op of that name; see ops/schemas.py. Few tokens are quantised by the product's own blocks. Runs on the
-    current stream. Raises LibraryError when the call fails."""
-    if len(segments) <= triton_dense.MAX_SEGMENTS and takes(DenseFormat.FP8, x, weight, segments):
-        _launch(DenseFormat.FP8, x, None, weight, weight_scale, segments, bias, out)
-    else:
-        dense_fp8(*quantised(x), weight, weight_scale, segments, bias, out)
 
 
 def takes_rotation(weight: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> bool:
@@ -207,7 +190,7 @@ def _tiles_arguments(
 
 
 def _launch_tiles(args: DenseFp8Args, device: torch.device) -> None:
-    if not args.tokens:  # an empty tensor's address is null, which the library refuses
+    if not args.tokens:
         return
     with torch.cuda.device(device):
         library.load().dense_fp8(args, torch.cuda.current_stream(device).cuda_stream)

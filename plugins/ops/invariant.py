@@ -27,7 +27,6 @@ EXPERTS = moe_gemm_fp8.Options(Plan.WGMMA, k_split=1, flags=library.DEPENDENT_LA
 
 dense = dense_invariant.dense
 dense_fp8 = dense_invariant.dense_fp8
-act_dense_fp8 = dense_invariant.act_dense_fp8
 
 
 def dense_fp8_rope_kv_append(

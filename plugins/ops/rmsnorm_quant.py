@@ -34,7 +34,7 @@ def rmsnorm_quant(
     scales: torch.Tensor | None,
 ) -> None:
     """The op of that name; see ops/schemas.py. Runs on the current stream. Raises LibraryError when the call fails."""
-    if not len(residual):  # an empty tensor's address is null, which the library takes for an output not wanted
+    if not len(residual):
         return
     if takes(residual.shape[1]):
         add_and_norm(residual, delta, residual, weight, eps, (normed, quantised, scales))

@@ -91,11 +91,6 @@ _TABLE = (
         ceil(segment / 128), ceil(K / 128)]; bias bf16 [N] or None; out bf16 or fp32 [T, N].""",
     ),
     OpSchema(
-        "act_dense_fp8",
-        "Tensor x, Tensor weight, Tensor weight_scale, int[] segments, Tensor? bias, Tensor(a!) out",
-        """act_quant(x, 128), then dense_fp8 of it. x bf16 [T, K]; the rest as in dense_fp8.""",
-    ),
-    OpSchema(
         "kv_slots",
         "Tensor positions, Tensor query_start, Tensor block_table, Tensor? first_block, int block_tokens, "
         "Tensor(a!) slots",

@@ -99,13 +99,6 @@ TENSORS: dict[str, tuple[TensorShape, ...]] = {
         TensorShape("bias", "N", _BF16),
         TensorShape("out", "T N", _WIDE),
     ),
-    "act_dense_fp8": (
-        TensorShape("x", "T K", _BF16),
-        TensorShape("weight", "N K", FP8),
-        TensorShape("weight_scale", "_ K/128", F32),
-        TensorShape("bias", "N", _BF16),
-        TensorShape("out", "T N", _WIDE),
-    ),
     "kv_slots": (
         TensorShape("positions", "T", _I32),
         TensorShape("block_table", "S _", _I32),

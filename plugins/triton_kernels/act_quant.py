@@ -38,15 +38,6 @@ def _act_quant_kernel(  # type: ignore[no-untyped-def]
     tl.store(quantised + at, saturate_e4m3(quotient), mask=present)
 
 
-def quantised(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """x bf16 [T, K] as e4m3 [T, K] and its scales fp32 [ceil(K / 128), T], new tensors."""
-    tokens, channels = x.shape
-    codes = torch.empty((tokens, channels), dtype=torch.float8_e4m3fn, device=x.device)
-    scales = torch.empty((triton.cdiv(channels, 128), tokens), dtype=torch.float32, device=x.device)
-    act_quant(x, 128, codes, scales)
-    return codes, scales
-
-
 def act_quant(x: torch.Tensor, group: int, quantised: torch.Tensor, scales: torch.Tensor | None) -> None:
     """The op of that name; see ops/schemas.py. group 128, 64 or 0 (static)."""
     tokens, channels = x.shape

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gptoss_trt.triton_kernels.act_quant import quantised
 from gptoss_trt.triton_kernels.dense_few import MOST_TOKENS, dense_few, dense_fp8_few, row_of_scales
 from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import dot
@@ -128,15 +127,3 @@ def dense_fp8(
         x, x_scale, weight, weight_scale, bias, out, tokens, rows,
         K=channels, S0=first[0], S1=first[1], TILE_T=tile, BIAS=bias is not None, num_warps=4, **DEPENDENT,
     )  # fmt: skip
-
-
-def act_dense_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    segments: list[int],
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The op of that name; see ops/schemas.py. Allocates the quantised activation."""
-    dense_fp8(*quantised(x), weight, weight_scale, segments, bias, out)

@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 
-from gptoss_trt.triton_kernels.act_quant import quantised
 from gptoss_trt.triton_kernels.dense_few import row_of_scales
 from gptoss_trt.triton_kernels.dependent import DEPENDENT, release, wait
 from gptoss_trt.triton_kernels.numerics import dot, to_bf16
@@ -92,18 +91,6 @@ def dense_fp8(
     if len(segments) > 3:
         raise ValueError(f"dense_fp8 takes at most 3 segments, not {len(segments)}: {segments}")
     _launch(x, x_scale, weight, weight_scale, segments, bias, out, FP8_STEP)
-
-
-def act_dense_fp8(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    segments: list[int],
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """The op of that name; see ops/schemas.py. Allocates the quantised activation."""
-    dense_fp8(*quantised(x), weight, weight_scale, segments, bias, out)
 
 
 def _launch(

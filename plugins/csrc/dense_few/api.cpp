@@ -50,7 +50,7 @@ gptoss_trt_status check_pointers(const Args& args) {
   const bool fp8 = args.format == GPTOSS_TRT_DENSE_FP8;
   const Need needs[] = {
       {"x", args.x, 16, true},
-      {"x_scale", args.x_scale, 4, fp8 && args.x_scale != nullptr},
+      {"x_scale", args.x_scale, 4, fp8},
       {"weight", args.weight, 16, true},
       {"weight_scale", args.weight_scale, 4, fp8},
       {"bias", args.bias, 2, args.bias != nullptr},
@@ -89,7 +89,7 @@ extern "C" gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few_arg
                                                   gptoss_trt_stream stream) {
   using namespace gptoss::dense;
   gptoss_trt_status status = check_sizes(args);
-  if (status == GPTOSS_TRT_OK) status = check_pointers(*args);
   if (status != GPTOSS_TRT_OK || args->tokens == 0) return status;
-  return launch(*args, stream);
+  status = check_pointers(*args);
+  return status == GPTOSS_TRT_OK ? launch(*args, stream) : status;
 }

@@ -108,32 +108,6 @@ __device__ inline void load_scales(const Params& p, float* scales, int runs, int
   }
 }
 
-// Tokens in bf16 to e4m3 and so into shared memory, with their scales.
-__device__ inline void quantise_tokens(const Params& p, uint16_t* tokens, float* scales, int runs,
-                                       int threads) {
-  const int pitch = p.k + kPadding;
-  const int words = (p.k + 255) / 256 * 32;  // of 8 numbers, whole warps
-  for (int i = threadIdx.x; i < p.tokens * words; i += threads) {
-    const int token = i / words, column = i % words * 8;
-    const bool present = column < p.k;
-    float values[8];
-    widen(present ? *reinterpret_cast<const uint4*>(
-                        p.x + 2 * (static_cast<int64_t>(token) * p.k + column))
-                  : make_uint4(0, 0, 0, 0),
-          values);
-    float scale;
-    const uint2 codes = quantise_group(values, present, &scale);
-    if (!present) continue;
-    const uint2 low = halves_of_word(codes.x), high = halves_of_word(codes.y);
-    *reinterpret_cast<uint4*>(tokens + token * pitch + column) =
-        make_uint4(low.x, low.y, high.x, high.y);
-    if (column % kScaleColumns == 0) scales[column / kScaleColumns * kMostTokens + token] = scale;
-  }
-  for (int i = threadIdx.x; i < runs * kMostTokens; i += threads) {
-    if (i % kMostTokens >= p.tokens) scales[i] = 0.0f;
-  }
-}
-
 // One warp's part of a tile of 8 rows.
 template <int kRuns>
 struct Held {
@@ -262,12 +236,8 @@ __global__ void __launch_bounds__(32 * kWarps, kBlocks)
   }
   dependency_wait();
   const int runs = (p.k + Work::kColumns - 1) / Work::kColumns;
-  if (kFormat == Format::kFp8 && p.x_scale == nullptr) {
-    quantise_tokens(p, tokens, scales, runs, kThreads);
-  } else {
-    load_tokens<kFormat>(p, tokens, kThreads);
-    if constexpr (kFormat == Format::kFp8) load_scales(p, scales, runs, kThreads);
-  }
+  load_tokens<kFormat>(p, tokens, kThreads);
+  if constexpr (kFormat == Format::kFp8) load_scales(p, scales, runs, kThreads);
   __syncthreads();
   float* mine = partial + threadIdx.x / 32 * kSums * 32 + threadIdx.x % 32;
   for (int start = 0; start < p.tiles; start += kAhead) {

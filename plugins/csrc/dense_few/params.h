@@ -19,7 +19,7 @@ enum class Format : int { kBf16 = 1, kFp8 = 2 };
 
 struct Params {
   const uint8_t* x;           // bf16 or e4m3 [tokens, k]
-  const float* x_scale;       // FP8: [ceil(k / 128), tokens]; null: x is bf16, quantised here
+  const float* x_scale;       // FP8: [ceil(k / 128), tokens]
   const uint8_t* weight;      // bf16 or e4m3 [n, k]
   const float* weight_scale;  // FP8: [rows of scales, ceil(k / 128)]
   const uint16_t* bias;       // bf16 bits [n], or null

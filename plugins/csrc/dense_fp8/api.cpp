@@ -147,7 +147,7 @@ extern "C" gptoss_trt_status gptoss_trt_dense_fp8(const gptoss_trt_dense_fp8_arg
                                                   gptoss_trt_stream stream) {
   using namespace gptoss::dense_fp8;
   gptoss_trt_status status = check_sizes(args);
-  if (status == GPTOSS_TRT_OK) status = check_pointers(*args);
   if (status != GPTOSS_TRT_OK || args->tokens == 0) return status;
-  return launch(*args, stream);
+  status = check_pointers(*args);
+  return status == GPTOSS_TRT_OK ? launch(*args, stream) : status;
 }

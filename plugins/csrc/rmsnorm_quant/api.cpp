@@ -29,16 +29,16 @@ gptoss_trt_status check_sizes(const Args* args) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT,
                 "rmsnorm_quant: hidden is %" PRId32 ", no multiple of %d", args->hidden, kLane);
   }
-  if (args->delta != nullptr && args->rows != nullptr) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "rmsnorm_quant: delta and rows are both given");
-  }
-  if (args->normed == nullptr && args->quantised == nullptr) {
-    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "rmsnorm_quant: normed and quantised are both null");
-  }
   return GPTOSS_TRT_OK;
 }
 
 gptoss_trt_status check_pointers(const Args& args) {
+  if (args.delta != nullptr && args.rows != nullptr) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "rmsnorm_quant: delta and rows are both given");
+  }
+  if (args.normed == nullptr && args.quantised == nullptr) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "rmsnorm_quant: normed and quantised are both null");
+  }
   const Need needs[] = {
       {"residual", args.residual, 16, true},
       {"updated", args.updated, 16, true},
@@ -85,7 +85,7 @@ extern "C" gptoss_trt_status gptoss_trt_rmsnorm_quant(const gptoss_trt_rmsnorm_q
                                                       gptoss_trt_stream stream) {
   using namespace gptoss::rmsnorm_quant;
   gptoss_trt_status status = check_sizes(args);
-  if (status == GPTOSS_TRT_OK) status = check_pointers(*args);
   if (status != GPTOSS_TRT_OK || args->tokens == 0) return status;
-  return launch(*args, stream);
+  status = check_pointers(*args);
+  return status == GPTOSS_TRT_OK ? launch(*args, stream) : status;
 }

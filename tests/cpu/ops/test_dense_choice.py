@@ -40,7 +40,7 @@ def test_takes(
 
 
 def test_no_tokens_ask_nothing_of_the_library() -> None:
-    """An empty tensor's address is null, which the library refuses; there is none on this machine either."""
+    """Nor is there one on this machine."""
     from gptoss_trt.ops import dense
 
     def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -53,15 +53,6 @@ def test_dense_fp8_with_segments(segments: tuple[int, ...], random: Random, outp
     assert_close("dense_fp8", out, (x @ wide.T + bias).float(), absolute_bound(x, wide))
 
 
-def test_act_dense_fp8_is_its_two_ops(random: Random, outputs: Outputs) -> None:
-    x, q, bias = random(5, 320), fp8_block.quantise(random(200, 320, dtype=_F32)), random(200)
-    codes, x_scale = act_quant(x)
-    want, got = (outputs(5, 200, dtype=_F32) for _ in range(2))
-    ops.dense_fp8(codes, x_scale, q.weight, q.scale, [], bias, want)
-    ops.act_dense_fp8(x, q.weight, q.scale, [], bias, got)
-    assert torch.equal(got, want)
-
-
 def test_dense_fp8_refuses_wrong_segments(random: Random) -> None:
     q = fp8_block.quantise(random(336, 320, dtype=_F32))
     codes, x_scale = act_quant(random(1, 320))
