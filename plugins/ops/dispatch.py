@@ -117,11 +117,19 @@ def select(op: str, name: str | None) -> None:
         _pinned[op] = name
 
 
+def pinned(op: str) -> str | None:
+    """The implementation that `select` pinned."""
+    return _pinned.get(op)
+
+
 def be_invariant(wanted: bool) -> None:
-    """Pins every op that has one to the implementation whose results do not depend on the batch, or lets go of it;
-    comes before a model is loaded. Raises NoImplementationError where it cannot be used."""
+    """Pins every op that has one to the implementation whose results do not depend on the batch, or lets go of it and
+    leaves other pins alone; comes before a model is loaded. Raises NoImplementationError where it cannot be used."""
     for op in _INVARIANT_OPS:
-        select(op, INVARIANT if wanted else None)
+        if wanted:
+            select(op, INVARIANT)
+        elif pinned(op) == INVARIANT:
+            select(op, None)
 
 
 def is_invariant() -> bool:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
-from gptoss_trt.ops import ops
+from gptoss_trt.ops import dispatch, ops
 from gptoss_trt.ops.prepare import RopeConfig, rope_table
 from gptoss_trt.runtime.model.batch import StepBatch
 from gptoss_trt.runtime.model.collectives import Groups
@@ -49,6 +49,8 @@ class GptOssModel:
         self.one_launch = False  # whether allocate_kv makes one_token ready where the model suits it
         self.one_token: OneToken | None = None  # serves decode steps of one sequence; may be taken away
         self.tap: FeatureTap | None = None  # takes hidden states, set before any graph is captured
+        if self._formats.dense == "fp8_block128":
+            _tell_pins_without_effect()
 
     @property
     def embedding(self) -> torch.Tensor:
@@ -158,6 +160,14 @@ class GptOssModel:
         low, high = int(batch.token_ids.min()), int(batch.token_ids.max())
         if low < 0 or high >= self.config.vocab_size:
             raise ValueError(f"token ids {low} to {high} are outside the vocabulary of {self.config.vocab_size}")
+
+
+def _tell_pins_without_effect() -> None:
+    """Ahead of a product in FP8 attention ends quantised, in ops of their own, so pins of the others do nothing."""
+    for op in ("attention_prefill", "attention_decode"):
+        name, called = dispatch.pinned(op), f"{op}_quant"
+        if name is not None and name != (taken := dispatch.preferred(called)):
+            log.warning("%s is pinned to %s without effect: with dense FP8 %s runs, on %s", op, name, called, taken)
 
 
 def _is_one_token(batch: StepBatch) -> bool:

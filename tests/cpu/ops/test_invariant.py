@@ -32,6 +32,13 @@ def test_all_are_chosen_and_let_go(table: None) -> None:
     assert {op: dispatch.preferred(op) for op in SCHEMAS} == before
 
 
+def test_other_pins_stay_when_it_was_not_chosen(table: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "_load", lambda target: lambda *_: target)
+    dispatch.select("attention_decode", "flashinfer")
+    dispatch.be_invariant(False)
+    assert dispatch.pinned("attention_decode") == "flashinfer" and dispatch.pinned("dense") is None
+
+
 def test_each_takes_its_schema_s_arguments(table: None) -> None:
     for op in dispatch._INVARIANT_OPS:
         implementation = dispatch._load(dispatch._TARGETS[op, dispatch.INVARIANT])
