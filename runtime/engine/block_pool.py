@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from collections.abc import Sequence as Items
 
 Lost = Callable[[bytes], None]
 
@@ -49,6 +50,17 @@ class BlockPool:
         self._references[block] = 1
         return block
 
+    def take_many(self, count: int) -> list[int]:
+        """`count` blocks as `take` gives them one after another. Raises RuntimeError when fewer are available."""
+        if count > len(self._free):
+            return [self.take() for _ in range(count)]
+        first = len(self._free) - count
+        blocks = self._free[first:][::-1]
+        del self._free[first:]
+        for block in blocks:
+            self._references[block] = 1
+        return blocks
+
     def find(self, content: bytes) -> int | None:
         """The block whose content has this hash."""
         return self._block_of.get(content)
@@ -64,13 +76,16 @@ class BlockPool:
         self._references[block] += 1
         self.reused += 1
 
-    def publish(self, block: int, content: bytes) -> bool:
-        """Makes a held block findable; False when another block has that content already and stays the known one."""
-        if content in self._block_of or block in self._hash_of:
-            return False
-        self._block_of[content] = block
-        self._hash_of[block] = content
-        return True
+    def publish(self, blocks: Items[int], contents: Items[bytes]) -> list[int]:
+        """Makes held blocks findable by their contents, but for those whose content another block has already, which
+        stays the known one; the places in `blocks` of those that became known."""
+        block_of, hash_of, fresh = self._block_of, self._hash_of, []
+        for place, (block, content) in enumerate(zip(blocks, contents, strict=True)):
+            if content not in block_of and block not in hash_of:
+                block_of[content] = block
+                hash_of[block] = content
+                fresh.append(place)
+        return fresh
 
     def forget(self, block: int) -> None:
         """Makes a block's content unknown: it is about to be overwritten, or it is not to be trusted."""
@@ -83,16 +98,19 @@ class BlockPool:
         if self._lost is not None:
             self._lost(content)
 
-    def release(self, block: int) -> None:
-        """Gives one reference back; the last one makes the block cached or free."""
-        if self._references[block] <= 0:
-            raise RuntimeError(f"block {block} is released more often than it was taken")
-        self._references[block] -= 1
-        if self._references[block] == 0:
-            if block in self._hash_of:
-                self._cached[block] = None
-            else:
-                self._free.append(block)
+    def release(self, *blocks: int) -> None:
+        """Gives one reference to each block back, in this order; the last one makes a block cached or free."""
+        references, known = self._references, self._hash_of
+        for block in blocks:
+            left = references[block] - 1
+            if left < 0:
+                raise RuntimeError(f"block {block} is released more often than it was taken")
+            references[block] = left
+            if not left:
+                if block in known:
+                    self._cached[block] = None
+                else:
+                    self._free.append(block)
 
     def check(self) -> None:
         """Raises RuntimeError when the invariant is broken (tests and the simulator call it)."""

@@ -72,7 +72,7 @@ class KvCache:
         for pool, known in ((self.full, known_full), (self.window, known_window)):
             for block in known:
                 pool.hold(block)
-        table.full = known_full + [self.full.take() for _ in range(fresh)]
+        table.full = known_full + self.full.take_many(fresh)
         table.window, table.window_first = known_window, first
         table.published = prefix
         sequence.computed = prefix * self.block_tokens
@@ -90,8 +90,8 @@ class KvCache:
         fresh_window = max(0, end - table.window_first - len(table.window))
         if fresh_full > self.full.available or fresh_window > self.window.available:
             return False
-        table.full += [self.full.take() for _ in range(fresh_full)]
-        table.window += [self.window.take() for _ in range(fresh_window)]
+        table.full += self.full.take_many(fresh_full)
+        table.window += self.window.take_many(fresh_window)
         sequence.new_blocks += fresh_full
         return True
 
@@ -111,15 +111,24 @@ class KvCache:
         table = sequence.table
         whole = computed // self.block_tokens
         self._hash_blocks(sequence, whole)
-        for block in range(table.published, whole):
-            if self.full.publish(table.full[block], table.hashes[block]) and self._listener is not None:
-                self._tell_stored(self._listener, sequence, block)
-            self.window.publish(table.window[block - table.window_first], table.hashes[block])
-        table.published = max(table.published, whole)
-        first = self.first_visible_block(sequence.computed)
-        for _ in range(table.window_first, min(first, table.window_first + len(table.window))):
-            self.window.release(table.window.pop(0))
-        table.window_first = max(table.window_first, first)
+        if whole > table.published:
+            self._publish(sequence, whole)
+        left = self.first_visible_block(sequence.computed) - table.window_first
+        if left > 0:
+            self.window.release(*table.window[:left])
+            del table.window[:left]
+            table.window_first += left
+
+    def _publish(self, sequence: Sequence, whole: int) -> None:
+        """Makes the first `whole` blocks of a sequence known, whose hashes are there."""
+        table, begin = sequence.table, sequence.table.published
+        contents = table.hashes[begin:whole]
+        fresh = self.full.publish(table.full[begin:whole], contents)
+        if self._listener is not None:
+            for place in fresh:
+                self._tell_stored(self._listener, sequence, begin + place)
+        self.window.publish(table.window[begin - table.window_first : whole - table.window_first], contents)
+        table.published = whole
 
     def _tell_stored(self, listener: KvListener, sequence: Sequence, block: int) -> None:
         hashes, size = sequence.table.hashes, self.block_tokens
@@ -139,8 +148,7 @@ class KvCache:
         last."""
         table = sequence.table
         for pool, blocks in ((self.full, table.full), (self.window, table.window)):
-            for block in reversed(blocks):
-                pool.release(block)
+            pool.release(*reversed(blocks))
         sequence.table = BlockTable(hashes=table.hashes)
         sequence.computed = 0
 

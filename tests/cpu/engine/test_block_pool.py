@@ -11,7 +11,7 @@ def known(pool: BlockPool, *names: str) -> dict[str, int]:
     """A block for each name, known by it, and released in that order."""
     blocks = {name: pool.take() for name in names}
     for name, block in blocks.items():
-        assert pool.publish(block, name.encode())
+        assert pool.publish([block], [name.encode()]) == [0]
     for block in blocks.values():
         pool.release(block)
     return blocks
@@ -48,10 +48,29 @@ def test_a_block_that_somebody_holds_is_not_given_up() -> None:
             pool.release(blocks["a"])
 
 
+def test_many_blocks_are_those_of_one_after_another() -> None:
+    pools = [BlockPool(12), BlockPool(12)]
+    for pool in pools:
+        known(pool, *"abcdef")
+    one, many = pools
+    for count in (0, 4, 5):  # the last finds two free blocks, and evicts three
+        assert many.take_many(count) == [one.take() for _ in range(count)]
+    assert many.known_contents() == one.known_contents() == {b"d", b"e", b"f"}
+    held = list(many.held_counts())
+    many.release(*held)
+    for block in held:
+        one.release(block)
+    assert [one.take() for _ in range(12)] == many.take_many(12)
+    with pytest.raises(RuntimeError, match="all 12 blocks are held"):
+        many.take_many(1)
+    for pool in pools:
+        pool.check()
+
+
 def test_equal_contents_have_one_known_block() -> None:
     pool = BlockPool(3)
     first, second = pool.take(), pool.take()
-    assert pool.publish(first, b"same") and not pool.publish(second, b"same")
+    assert pool.publish([first, second], [b"same", b"same"]) == [0]
     pool.release(second)
     pool.release(first)
     assert pool.find(b"same") == first
