@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from gptoss_trt.runtime.engine.guides import GuideMatcher
+from gptoss_trt.runtime.engine.messages import IdArray
 from gptoss_trt.runtime.engine.sequence import Sequence
 
 
@@ -106,5 +107,5 @@ def _summed(bias: tuple[tuple[int, float], ...]) -> dict[int, float]:
     return total
 
 
-def _ends_with(tokens: list[int], part: tuple[int, ...]) -> bool:
+def _ends_with(tokens: IdArray, part: tuple[int, ...]) -> bool:
     return not part or tuple(tokens[-len(part) :]) == part

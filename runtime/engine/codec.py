@@ -2,7 +2,8 @@
 
 Invariant: what `unpack` returns has exactly the types that messages.py declares; anything else raises DecodeError that
 names the field. A dataclass travels as the list of its fields in declaration order: the version in the hello fixes that
-order. Must not know frames, sockets or what a message means.
+order. An array of ids travels as its bytes, in the order of this machine, which both sides run on. Must not know
+frames, sockets or what a message means.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import dataclasses
 import operator
 import types
 import typing
+from array import array
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
+
+from gptoss_trt.runtime.engine.messages import IDS, Prompt
 
 T = TypeVar("T")
 Path = tuple[Any, str | int]  # where a value stands: the path of what holds it (or a name), then its field or index
@@ -25,13 +29,18 @@ class DecodeError(ValueError):
 
 
 def pack(message: Any) -> Any:
-    """The message as lists, strings, numbers and None, ready for msgpack."""
+    """The message as lists, strings, bytes, numbers and None, ready for msgpack. Raises TypeError for an array that
+    does not hold ids."""
     values_of = _values.get(type(message))
     if values_of is not None:
         return [value if type(value) in _PLAIN else pack(value) for value in values_of(message)]
     if isinstance(message, (tuple, list)):
         # Prompts are long tuples of ids: they need no copy.
         return message if not message or isinstance(message[0], int) else [pack(item) for item in message]
+    if isinstance(message, array):
+        if message.typecode != IDS:
+            raise TypeError(f"ids are an array of typecode {IDS!r}, not {message.typecode!r}")
+        return message.tobytes()
     if dataclasses.is_dataclass(message):
         _values[type(message)] = _values_getter(_field_names(type(message)))
         return pack(message)
@@ -83,6 +92,8 @@ def _check_for(hint: Any) -> Check:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if dataclasses.is_dataclass(hint):
         return _dataclass_check(hint)
+    if hint == Prompt:
+        return _prompt
     if origin in (typing.Union, types.UnionType):
         return _optional_check(arguments)
     if origin is Literal:
@@ -141,6 +152,16 @@ def _int_list(raw: Any, where: Where) -> Any:
         index = next(i for i, value in enumerate(raw) if type(value) is not int)
         raise DecodeError(f"{_text(where)}[{index}]: expected an integer, got {_describe(raw[index])}")
     return raw
+
+
+def _prompt(raw: Any, where: Where) -> Any:
+    if type(raw) is not bytes:
+        return _int_list(raw, where)
+    ids = array(IDS)
+    if len(raw) % ids.itemsize:
+        raise DecodeError(f"{_text(where)}: {len(raw)} bytes are no whole number of ids of {ids.itemsize}")
+    ids.frombytes(raw)
+    return ids
 
 
 def _scalar_check(kind: type, accepted: tuple[type, ...]) -> Check:

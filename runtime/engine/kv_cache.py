@@ -6,7 +6,6 @@ windowed layer can see; a prefix is reused only when both are there. Must not kn
 
 from __future__ import annotations
 
-import array
 import hashlib
 from collections.abc import Sequence as Items
 from typing import Protocol
@@ -130,6 +129,10 @@ class KvCache:
         self.window.publish(table.window[begin - table.window_first : whole - table.window_first], contents)
         table.published = whole
 
+    def hash_ahead(self, sequence: Sequence, computed: int) -> None:
+        """Makes the hashes that `advance` needs when `computed` tokens are computed, as far as those are known."""
+        self._hash_blocks(sequence, min(computed, len(sequence.tokens)) // self.block_tokens)
+
     def _tell_stored(self, listener: KvListener, sequence: Sequence, block: int) -> None:
         hashes, size = sequence.table.hashes, self.block_tokens
         tokens = sequence.tokens[block * size : (block + 1) * size]
@@ -155,9 +158,14 @@ class KvCache:
     def _reusable_blocks(self, sequence: Sequence) -> int:
         """Whole blocks of the longest known prefix; at least one token is left, because a step needs a query."""
         most = (len(sequence.tokens) - 1) // self.block_tokens
-        self._hash_blocks(sequence, most)
         hashes = sequence.table.hashes
-        prefix = next((i for i in range(most) if self.full.find(hashes[i]) is None), most)
+        prefix = 0
+        while prefix < most:
+            if prefix == len(hashes):
+                self._hash_blocks(sequence, prefix + 1)
+            if self.full.find(hashes[prefix]) is None:
+                break
+            prefix += 1
         while prefix:
             first = self.first_visible_block(prefix * self.block_tokens)
             lost = next((i for i in range(prefix - 1, first - 1, -1) if self.window.find(hashes[i]) is None), None)
@@ -171,7 +179,7 @@ class KvCache:
         hashes, size = sequence.table.hashes, self.block_tokens
         for block in range(len(hashes), whole):
             before = hashes[block - 1] if block else sequence.request.salt
-            content = array.array("q", sequence.tokens[block * size : (block + 1) * size]).tobytes()
+            content = sequence.tokens[block * size : (block + 1) * size]
             hashes.append(hashlib.blake2b(content, digest_size=HASH_BYTES, key=before).digest())
 
     def _blocks_for(self, tokens: int) -> int:

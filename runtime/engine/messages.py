@@ -6,14 +6,24 @@ are length, type, msgpack body (`frames.py`); this module must not know sockets,
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 FinishReason = Literal["stop", "length", "cancelled"]
 ErrorCode = Literal["INVALID_ARGUMENT", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL"]
 GuideKind = Literal["json_schema", "json_object", "regex", "ebnf", "choice"]
+
+IDS = "i"  # an array's typecode
+if TYPE_CHECKING:
+    IdArray = array[int]
+else:
+    IdArray = array  # Python 3.11 cannot name what an array holds
+Prompt = tuple[int, ...] | IdArray
+"""Token ids. An array of typecode IDS goes to the engine and to its device as it lies in memory; a tuple is packed,
+unpacked and looked at id by id, which takes 0.7 ms of 8,192 tokens' way."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +55,7 @@ class Submit:
     """A request. `stop_ids` end a sequence and are emitted; the text layers drop them."""
 
     request_id: str
-    token_ids: tuple[int, ...]
+    token_ids: Prompt
     max_tokens: int
     min_tokens: int = 0
     sampling: Sampling = field(default_factory=Sampling)

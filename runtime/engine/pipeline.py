@@ -39,6 +39,7 @@ class Pipeline:
             if self._flight is None:
                 return self._run(plan)
         flight, self._flight = self._flight, self._launch_ahead(self._flight) if self._runs_ahead else None
+        self._scheduler.prepare_commit(flight.plan)
         outcomes = self._runner.collect(flight)
         self._scheduler.commit(flight.plan, outcomes, self._clock_ns())
         return True

@@ -25,12 +25,14 @@ from __future__ import annotations
 import bisect
 import hashlib
 import operator
+from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import (
+    IDS,
     Error,
     ErrorCode,
     Event,
@@ -117,7 +119,7 @@ class Scheduler:
         # Without a shared cache a salt of its own lets only the sequences of one request share blocks.
         salt = f"shared:{submit.cache_salt}" if self._limits.prefix_cache else f"own:{self._orders}"
         request = Request(key, submit, arrival_ns, self._orders, seed, hashlib.blake2b(salt.encode()).digest())
-        request.sequences = [Sequence(request, index, list(submit.token_ids)) for index in range(submit.n)]
+        request.sequences = [Sequence(request, index, array(IDS, submit.token_ids)) for index in range(submit.n)]
         self._requests[key] = request
         if request.deadline_ns is not None:
             self._deadlines[key] = request.deadline_ns
@@ -293,6 +295,13 @@ class Scheduler:
         self._statistics.preemptions += 1
 
     # -- after a step -------------------------------------------------------------------------------------------------
+
+    def prepare_commit(self, plan: StepPlan) -> None:
+        """What commit needs of a plan's prompts and is known before its step ends: the hashes of whole blocks. To be
+        called while the device runs that step; commit does without."""
+        for work in plan.work if plan.prompt_tokens else ():
+            if work.count > 1:
+                self._cache.hash_ahead(work.sequence, work.start + work.count)
 
     def commit(self, plan: StepPlan, outcomes: list[Outcome], now_ns: int) -> None:
         """Takes the outcomes of a plan's work, in its order. `now_ns`: when the step ended."""

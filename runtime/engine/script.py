@@ -23,7 +23,7 @@ from typing import Any, Literal, get_args
 
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.runtime.engine.core import EngineLoadError
-from gptoss_trt.runtime.engine.messages import ErrorCode
+from gptoss_trt.runtime.engine.messages import ErrorCode, Prompt
 
 SCRIPT_NAME = "scripted.json"
 FaultKind = Literal["error", "crash", "hang", "refuse", "nan"]
@@ -52,7 +52,7 @@ class Script:
     first_delay_ms: float = 0.0  # before the first token, in whole steps
     fault: Fault | None = None
 
-    def token(self, index: int, prompt: tuple[int, ...]) -> int | None:
+    def token(self, index: int, prompt: Prompt) -> int | None:
         """Token `index` of the answer; None when the answer is over."""
         body = prompt if self.echo else self.tokens
         if self.cycle and body:
@@ -78,7 +78,7 @@ class ScriptedEngine:
     default: Script = field(default_factory=lambda: Script(echo=True))
     scripts: tuple[Script, ...] = ()
 
-    def script_for(self, prompt: tuple[int, ...]) -> Script:
+    def script_for(self, prompt: Prompt) -> Script:
         return next(
             (script for script in self.scripts if script.match and _contains(prompt, script.match)), self.default
         )
@@ -135,5 +135,6 @@ def _keys(cls: type, raw: Any, where: str) -> dict[str, Any]:
     return raw
 
 
-def _contains(prompt: tuple[int, ...], part: tuple[int, ...]) -> bool:
-    return any(prompt[start : start + len(part)] == part for start in range(len(prompt) - len(part) + 1))
+def _contains(prompt: Prompt, part: tuple[int, ...]) -> bool:
+    ids = tuple(prompt)
+    return any(ids[start : start + len(part)] == part for start in range(len(prompt) - len(part) + 1))

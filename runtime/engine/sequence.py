@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gptoss_trt.runtime.engine.core import RequestKey
-from gptoss_trt.runtime.engine.messages import FinishReason, Submit, TokenLogprobs, Usage
+from gptoss_trt.runtime.engine.messages import FinishReason, IdArray, Submit, TokenLogprobs, Usage
 
 
 @dataclass(eq=False)
@@ -31,7 +31,7 @@ class Sequence:
 
     request: Request
     index: int
-    tokens: list[int]  # prompt, then output
+    tokens: IdArray  # prompt, then output; who looks at its memory lets go of it before a token is appended
     computed: int = 0
     planned: int = 0  # tokens behind those, of steps that are planned and not committed
     awaited: int = 0  # tokens behind `tokens`, which those steps bring

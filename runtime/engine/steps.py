@@ -8,7 +8,6 @@ not know the queue or sockets.
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import numpy as np
 import torch
 
 from gptoss_trt.build_engine.spec import ModelConfig
+from gptoss_trt.runtime.engine.messages import IdArray
 from gptoss_trt.runtime.engine.plain_decode import DrawingModel, Launched, draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler, logprobs_of
 from gptoss_trt.runtime.engine.sequence import Sequence
@@ -153,14 +153,15 @@ def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
     if all(work.count == 1 == work.logits for work in works):  # decode
         contexts = begins + 1
         starts = np.arange(len(works) + 1, dtype=np.int32)
-        tokens = [_token(sequence.tokens, work.start) for sequence, work in zip(sequences, works, strict=True)]
+        known = [_token(sequence.tokens, work.start) for sequence, work in zip(sequences, works, strict=True)]
+        tokens = np.array(known, np.int32)
         positions, logits_rows = begins, starts[:-1]
     else:
         counts = np.array([work.count for work in works], np.int32)
         contexts = begins + counts
         starts = np.zeros(len(works) + 1, np.int32)
         np.cumsum(counts, out=starts[1:])
-        tokens = list(itertools.chain.from_iterable(map(_tokens, works)))
+        tokens = _tokens(works, starts.tolist())
         positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins - starts[:-1], counts)
         logits_rows = _last_rows(starts[1:], np.array([work.logits for work in works], np.int32))
     full, window, firsts = rows.of([sequence.table for sequence in sequences], begins, contexts)
@@ -170,7 +171,7 @@ def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
         return there if device == "cpu" else there.to(device)
 
     return StepBatch(
-        token_ids=tensor(np.array(tokens, np.int32)),
+        token_ids=tensor(tokens),
         positions=tensor(positions),
         query_start=tensor(starts),
         context_lens=tensor(contexts),
@@ -181,13 +182,19 @@ def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
     )
 
 
-def _token(tokens: list[int], position: int) -> int:
+def _token(tokens: IdArray, position: int) -> int:
     return tokens[position] if position < len(tokens) else AWAITED
 
 
-def _tokens(work: Work) -> list[int]:
-    known = work.sequence.tokens[work.start : work.start + work.count]
-    return known if len(known) == work.count else [*known, AWAITED]
+def _tokens(works: list[Work], starts: list[int]) -> Ints:
+    """The ids of all works, one behind the other from `starts` on."""
+    tokens = np.empty(starts[-1], np.int32)
+    for work, start in zip(works, starts, strict=False):
+        known = work.sequence.tokens[work.start : work.start + work.count]
+        end = start + len(known)
+        tokens[start:end] = known
+        tokens[end : start + work.count] = AWAITED  # one at most
+    return tokens
 
 
 def _last_rows(ends: Ints, counts: Ints) -> Ints:
@@ -200,9 +207,9 @@ def _last_rows(ends: Ints, counts: Ints) -> Ints:
 def _take_awaited(batch: StepBatch, works: list[Work], before: Flight | None) -> Ints | None:
     """Draws.source of a batch with awaited tokens, whose ids then are any that exist; None when all are known."""
     tokens = batch.token_ids.numpy()
-    awaited = tokens == AWAITED
-    if not awaited.any():
+    if tokens.min(initial=0) != AWAITED:
         return None
+    awaited = tokens == AWAITED
     assert before is not None, "a token is awaited of a step that nobody launched"
     sequences = [work.sequence for work in works]
     if len(tokens) == len(works) and sequences == before.draws:  # the usual case: the same rows
@@ -229,7 +236,7 @@ def _prompt_part(logits: torch.Tensor, work: Work) -> Outcome:
     if not bool(torch.isfinite(logits[:count].amax(-1)).all()):
         return Outcome(failure=NOT_FINITE)
     targets = sequence.tokens[work.start + 1 : work.start + 1 + count]
-    return Outcome(prompt_logprobs=tuple(logprobs_of(logits[:count], targets, best)))
+    return Outcome(prompt_logprobs=tuple(logprobs_of(logits[:count], targets.tolist(), best)))
 
 
 def _is_fatal(error: Exception) -> bool:

@@ -6,10 +6,13 @@ Invariant: a request that passes can be run to its end by an idle engine. Must n
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gptoss_trt.runtime.engine.messages import ErrorCode, Sampling, Submit
+import numpy as np
+
+from gptoss_trt.runtime.engine.messages import ErrorCode, Prompt, Sampling, Submit
 
 MAX_SEQUENCES = 128  # n of one request, OpenAI's limit
 MAX_LOGPROBS = 100  # best tokens a position
@@ -64,7 +67,7 @@ def _length_reasons(submit: Submit, limits: Limits) -> Iterator[str]:
 
 
 def _id_reasons(submit: Submit, vocab_size: int) -> Iterator[str]:
-    sequences = {
+    sequences: dict[str, Prompt] = {
         "token_ids": submit.token_ids,
         "stop_ids": submit.stop_ids,
         "logit_bias": tuple(token for token, _ in submit.logit_bias),
@@ -76,9 +79,17 @@ def _id_reasons(submit: Submit, vocab_size: int) -> Iterator[str]:
             if "sequences" in name:
                 yield f"{name} is empty"
             continue
-        low, high = min(ids), max(ids)
+        low, high = _ends(ids)
         if low < 0 or high >= vocab_size:
             yield f"{name} holds the id {low if low < 0 else high}; ids lie in 0..{vocab_size - 1}"
+
+
+def _ends(ids: Prompt) -> tuple[int, int]:
+    """The least and the greatest of some ids."""
+    if isinstance(ids, array):
+        values = np.frombuffer(ids, np.int32)
+        return int(values.min()), int(values.max())
+    return min(ids), max(ids)
 
 
 def _sampling_reasons(sampling: Sampling) -> Iterator[str]:

@@ -6,8 +6,10 @@ reaches the engine or is refused here by name. Must not know sockets or HTTP.
 
 from __future__ import annotations
 
+from array import array
+
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
-from gptoss_trt.runtime.engine.messages import Guide, Sampling, Submit
+from gptoss_trt.runtime.engine.messages import IDS, Guide, Sampling, Submit
 from gptoss_trt.runtime.openai.chat_request import ChatRequest
 from gptoss_trt.runtime.openai.completion_request import CompletionRequest
 from gptoss_trt.runtime.openai.errors import RequestError
@@ -23,7 +25,7 @@ def chat_submit(chat: ChatRequest, request_id: str, token_ids: list[int], *, max
     """
     return Submit(
         request_id=request_id,
-        token_ids=tuple(token_ids),
+        token_ids=array(IDS, token_ids),
         max_tokens=_fitting_limit(chat.token_limit, len(token_ids), max_context),
         min_tokens=chat.min_tokens,
         sampling=sampling(chat),
@@ -49,7 +51,7 @@ def completion_submit(
     limit = max(1, completion.token_limit)
     return Submit(
         request_id=request_id,
-        token_ids=tuple(token_ids),
+        token_ids=array(IDS, token_ids),
         max_tokens=_fitting_limit(limit, len(token_ids), max_context),
         min_tokens=completion.min_tokens,
         sampling=sampling(completion),

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gptoss_trt.runtime.engine.messages import Finished, FinishReason, Tokens, Usage
+from gptoss_trt.runtime.engine.messages import Finished, FinishReason, Prompt, Tokens, Usage
 from gptoss_trt.runtime.harmony import StopMatcher
 from gptoss_trt.runtime.triton_models.generation import Wanted
 
@@ -116,7 +116,7 @@ class TokenAnswer:
     Streaming: each response has the new tokens. Else one response, which begins with the prompt unless excluded.
     """
 
-    def __init__(self, place: Place, want: Wanted, prompt: tuple[int, ...]) -> None:
+    def __init__(self, place: Place, want: Wanted, prompt: Prompt) -> None:
         self._want = want
         self._results = Results(place, want, len(prompt))
         self._fresh: list[int] = [] if want.streaming or want.exclude_input else list(prompt)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.client.protocol import END_ID_NEVER
-from gptoss_trt.runtime.engine.messages import Guide, GuideKind, Sampling, Submit
+from gptoss_trt.runtime.engine.messages import Guide, GuideKind, Prompt, Sampling, Submit
 from gptoss_trt.runtime.engine.validation import MAX_SEQUENCES
 from gptoss_trt.runtime.triton_models.inputs import Inputs, RefusalError
 
@@ -125,7 +125,7 @@ def max_tokens(inputs: Inputs, row: int) -> int:
     return int(value)
 
 
-def submit(inputs: Inputs, row: int, token_ids: tuple[int, ...], *, want: Wanted) -> Submit:
+def submit(inputs: Inputs, row: int, token_ids: Prompt, *, want: Wanted) -> Submit:
     """The engine's request for row `row` without id, stop and bad sequences and bias, in which the models differ.
 
     Raises RefusalError for an empty prompt and for values outside their range.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from array import array
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
-from gptoss_trt.runtime.engine.messages import Submit
+from gptoss_trt.runtime.engine.messages import IDS, IdArray, Submit
 from gptoss_trt.runtime.harmony import TextStream, Tokenizer
 from gptoss_trt.runtime.triton_models import generation, triton_io
 from gptoss_trt.runtime.triton_models.answers import Decoder, Place, Results, TextAnswer
@@ -59,16 +60,16 @@ class TextModel(EngineModel):
             logit_bias=self._bias(inputs, row),
         )
 
-    def _prompt(self, inputs: Inputs, row: int) -> tuple[int, ...]:
+    def _prompt(self, inputs: Inputs, row: int) -> IdArray:
         text = inputs.text("text_input", row)
         if not text:
             raise RefusalError("text_input is empty")
         if not self._chat:
-            return tuple(self._tokenizer.encode(text))
+            return array(IDS, self._tokenizer.encode(text))
         from gptoss_trt.runtime.harmony import render_chat
 
         request = {"messages": [{"role": "user", "content": text}]}
-        return tuple(render_chat(request, current_date=datetime.date.today().isoformat()))
+        return array(IDS, render_chat(request, current_date=datetime.date.today().isoformat()))
 
     def _bias(self, inputs: Inputs, row: int) -> tuple[tuple[int, float], ...]:
         words = inputs.texts("embedding_bias_words", row)
@@ -100,6 +101,6 @@ class TextModel(EngineModel):
 
         return FinalChannel()
 
-    def _decode(self, token_ids: tuple[int, ...]) -> str:
+    def _decode(self, token_ids: Iterable[int]) -> str:
         stream = TextStream(skip_special_tokens=self._skip_special)
         return stream.push(token_ids) + stream.finish()

@@ -7,13 +7,14 @@ backend's stub only. Must not know text.
 from __future__ import annotations
 
 import dataclasses
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from gptoss_trt.client.protocol import STOP_REQUEST_INPUT
-from gptoss_trt.runtime.engine.messages import Submit
+from gptoss_trt.runtime.engine.messages import IDS, IdArray, Submit
 from gptoss_trt.runtime.triton_models import generation, triton_io
 from gptoss_trt.runtime.triton_models.answers import Place, TokenAnswer
 from gptoss_trt.runtime.triton_models.engine_model import EngineModel, Jobs
@@ -68,7 +69,7 @@ class TokenModel(EngineModel):
         )
 
 
-def _prompt(inputs: Inputs, row: int) -> tuple[int, ...]:
+def _prompt(inputs: Inputs, row: int) -> IdArray:
     """The first input_lengths ids of the row."""
     ids = inputs.row("input_ids", row)
     if ids is None:
@@ -76,4 +77,4 @@ def _prompt(inputs: Inputs, row: int) -> tuple[int, ...]:
     length = inputs.scalar("input_lengths", row)
     if not 0 <= length <= ids.size:
         raise RefusalError(f"input_lengths is {length}; it must lie in 0..{ids.size}, the length of input_ids")
-    return tuple(ids.reshape(-1)[:length].tolist())
+    return array(IDS, ids.reshape(-1)[:length].astype(np.int32, copy=False).tobytes())

@@ -106,7 +106,7 @@ class ModelDrafter:
 
     def _drafted(self, target: Sequence) -> list[int]:
         mirror = self._mirrors.get(target)
-        return [] if mirror is None else mirror.sequence.tokens[mirror.accepted :]
+        return [] if mirror is None else mirror.sequence.tokens[mirror.accepted :].tolist()
 
     def _synced(self, target: Sequence, targets: set[Sequence]) -> _Mirror | None:
         """The target's mirror with exactly its tokens; None when no blocks are left for it."""
@@ -163,4 +163,4 @@ def _mirror_of(target: Sequence) -> _Mirror:
     sampling = replace(wanted, repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
     submit = Submit(request.submit.request_id, request.submit.token_ids, request.submit.max_tokens, sampling=sampling)
     same = Request(request.key, submit, request.arrival_ns, request.order, request.seed, request.salt)
-    return _Mirror(Sequence(same, target.index, list(target.tokens)), len(target.tokens))
+    return _Mirror(Sequence(same, target.index, target.tokens[:]), len(target.tokens))

@@ -85,7 +85,7 @@ class EagleDrafter:
             seen = self._seen.pop(sequence, None)
             count = 0 if seen is None else min(len(seen.features), sequence.computed - seen.start)
             if seen is not None and count > 0:
-                tokens = sequence.tokens[seen.start + 1 : seen.start + 1 + count]
+                tokens = sequence.tokens[seen.start + 1 : seen.start + 1 + count].tolist()
                 chunks.append(_Chunk(sequence, seen.start, tokens, seen.features[: len(tokens)]))
         return self._run(chunks)
 

@@ -6,6 +6,7 @@ are compared over LONGEST_MATCH tokens. Must not know models or requests.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from weakref import WeakKeyDictionary
 
 from gptoss_trt.runtime.engine.sequence import Sequence
@@ -29,14 +30,14 @@ class NgramIndex:
         """Tokens that the index covers."""
         return len(self._before) + SHORTEST_MATCH - 1 if self._before else 0
 
-    def extend(self, tokens: list[int], most: int = INDEXED_A_CALL) -> None:
+    def extend(self, tokens: Items[int], most: int = INDEXED_A_CALL) -> None:
         """Takes in at most `most` tokens behind those known."""
         for end in range(len(self._before) + SHORTEST_MATCH, min(len(tokens), self.indexed + most) + 1):
             ngram = tuple(tokens[end - SHORTEST_MATCH : end])
             self._before.append(self._last.get(ngram, 0))
             self._last[ngram] = end
 
-    def match(self, tokens: list[int]) -> int:
+    def match(self, tokens: Items[int]) -> int:
         """Where the longest match of the list's end ends, the newest of equals; 0 without one."""
         best, longest = 0, 0
         end = self._last.get(tuple(tokens[-SHORTEST_MATCH:]), 0)
@@ -72,7 +73,7 @@ class NgramDrafter:
         return [tokens[end + place % period] for place in range(count)]
 
 
-def _common_end(tokens: list[int], end: int) -> int:
+def _common_end(tokens: Items[int], end: int) -> int:
     """How many tokens before `end` equal those at the list's end, SHORTEST_MATCH being known; at most
     LONGEST_MATCH."""
     length, last = SHORTEST_MATCH, len(tokens)

@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection
 from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
 from gptoss_trt.runtime.engine.messages import (
+    IDS,
     PROTOCOL_VERSION,
     Cancel,
     Error,
@@ -58,6 +60,8 @@ FULL_SUBMIT = Submit(
 )
 MESSAGES = [
     Submit("r", (), 1),
+    Submit("r", array(IDS), 1),
+    Submit("r", array(IDS, (-(2**31), 0, 201_087, 2**31 - 1)), 1),
     FULL_SUBMIT,
     Cancel("r"),
     Error(None, "UNAVAILABLE", "text"),
@@ -73,6 +77,24 @@ def body_of(message: Any) -> bytes:
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
 def test_every_message_round_trips(message: Any) -> None:
     assert frames.decode(type(message), body_of(message)) == message
+
+
+def test_an_array_of_ids_travels_as_its_bytes() -> None:
+    ids = array(IDS, range(150_000, 158_192))
+    body = body_of(Submit("r", ids, 1))
+    assert ids.tobytes() in body and len(body) < 4 * len(ids) + 200
+    decoded = frames.decode(Submit, body).token_ids
+    assert isinstance(decoded, array) and decoded.typecode == IDS
+
+
+def test_only_whole_ids_in_their_typecode_travel() -> None:
+    for wrong in (array("q", (1,)), array("f", (1.0,))):
+        with pytest.raises(TypeError, match=f"typecode '{IDS}', not '{wrong.typecode}'"):
+            frames.encode(FrameType.SUBMIT, Submit("r", wrong, 1))
+    fields = list(msgpack.unpackb(body_of(Submit("r", array(IDS, (1, 2)), 1))))
+    fields[1] = fields[1][:-1]
+    with pytest.raises(FrameError, match=r"Submit\.token_ids: 7 bytes are no whole number of ids of 4"):
+        frames.decode(Submit, msgpack.packb(fields))
 
 
 def test_waiting_tokens_are_framed_as_their_messages() -> None:

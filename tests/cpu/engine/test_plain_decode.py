@@ -3,11 +3,13 @@ way."""
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 import torch
 
 from gptoss_trt.reference.sample import sample
-from gptoss_trt.runtime.engine.messages import Sampling, Submit
+from gptoss_trt.runtime.engine.messages import IDS, Sampling, Submit
 from gptoss_trt.runtime.engine.plain_decode import draws_of, is_drawn, outcomes_of
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, Sampler
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
@@ -19,7 +21,7 @@ VOCABULARY = 3000
 def work(sampling: Sampling | None = None, *, seed: int = 5, output: int = 3, **changes: object) -> Work:
     submit = Submit("r", (1, 2, 3), 50, sampling=sampling or Sampling(), **changes)  # type: ignore[arg-type]
     request = Request((0, "r"), submit, 0, 0, seed, b"")
-    sequence = Sequence(request, 0, [1, 2, 3, *range(output)], computed=2 + output)
+    sequence = Sequence(request, 0, array(IDS, (1, 2, 3, *range(output))), computed=2 + output)
     sequence.table.full, sequence.table.window = [0, 1], [0, 1]
     return Work(sequence, 2 + output, 1, 1)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -82,6 +83,7 @@ class WatchedModel(GraphedModel):
     def __init__(self) -> None:
         super().__init__(cast(GptOssModel, PagedModel()))
         self.fed = self.under_way = self.most = 0
+        self.when_asked: Callable[[], None] = lambda: None
 
     def launch(self, batch: StepBatch, draws: Draws) -> Launched:
         launched = super().launch(batch, draws)
@@ -92,6 +94,7 @@ class WatchedModel(GraphedModel):
 
         def tokens() -> list[int]:
             self.under_way -= 1
+            self.when_asked()
             return taken()
 
         launched.tokens = tokens  # type: ignore[method-assign]
@@ -155,6 +158,19 @@ def both(load: Any, **fields: Any) -> tuple[Bench, Bench]:
     assert ahead.answers() == serial.answers()
     assert serial.model.most == 1 and serial.model.fed == 0
     return serial, ahead
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_hashes_of_a_prompt_are_made_while_its_step_runs(ahead: bool) -> None:
+    bench = Bench(ahead)
+    counts: list[int] = []
+    bench.model.when_asked = lambda: counts.append(len(bench.core._scheduler.running[0].table.hashes))
+    bench.submit("r", tuple(range(45)))
+    bench.step()
+    bench.step()
+    assert counts == [6, 11]  # of 24 and 45 tokens in blocks of 4
+    bench.model.when_asked = lambda: None
+    bench.run()
 
 
 def prompt(rng: random.Random, most: int = 50) -> tuple[int, ...]:

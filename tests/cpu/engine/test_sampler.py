@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any
 
 import pytest
 import torch
 
-from gptoss_trt.runtime.engine.messages import Guide, Sampling, Submit
+from gptoss_trt.runtime.engine.messages import IDS, Guide, Sampling, Submit
 from gptoss_trt.runtime.engine.sampler import NOT_FINITE, NOTHING_ALLOWED, Sampler, uniform
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
 
@@ -20,7 +21,7 @@ def sequence(
 ) -> Sequence:
     submit = Submit("r", prompt, 100, **fields)
     request = Request((1, "r"), submit, 0, 0, seed, b"")
-    return Sequence(request, index, [*prompt, *output])
+    return Sequence(request, index, array(IDS, (*prompt, *output)))
 
 
 def logits(*rows: dict[int, float], fill: float = -100.0, vocabulary: int = VOCABULARY) -> torch.Tensor:

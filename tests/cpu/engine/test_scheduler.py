@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import pytest
 
 from gptoss_trt.runtime.engine.kv_cache import KvCache
-from gptoss_trt.runtime.engine.messages import Error, Finished, Guide, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import IDS, Error, Finished, Guide, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.metrics import Statistics
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan
@@ -230,6 +231,42 @@ def test_a_failure_ends_its_request_and_its_blocks_are_not_known() -> None:
     assert isinstance(ends["good"], Finished) and ends["good"].usage.completion_tokens == 40
 
 
+def test_hashes_are_made_when_they_are_needed() -> None:
+    """At admission up to the first block that nobody has, the others while the step runs; the same ones either way."""
+    chains = []
+    for prepared in (False, True):
+        bench = Bench(step_tokens=64)
+        bench.submit("a", 40)
+        plan = bench.scheduler.plan(0)
+        (work,) = plan.work
+        table = work.sequence.table
+        assert len(table.hashes) == 1
+        if prepared:
+            bench.scheduler.prepare_commit(plan)
+            assert len(table.hashes) == 10
+        bench.scheduler.commit(plan, [Outcome(1)], 0)
+        assert len(set(table.hashes)) == 10 and bench.cache.full.known_contents() == set(table.hashes)
+        chains.append(table.hashes)
+        bench.submit("b", (*range(10, 34), *range(60, 76)))
+        plan = bench.scheduler.plan(0)
+        assert [(work.start, work.count) for work in plan.work] == [(40, 1), (24, 16)]
+        assert plan.work[1].sequence.table.hashes[:6] == table.hashes[:6]
+        assert len(plan.work[1].sequence.table.hashes) == 7
+    assert chains[0] == chains[1]
+
+
+def test_no_block_is_hashed_before_its_tokens_are_known() -> None:
+    bench = Bench(step_tokens=64)
+    bench.submit("a", 38)
+    (work,) = bench.scheduler.plan(0).work
+    bench.cache.hash_ahead(work.sequence, 41)
+    before = list(work.sequence.table.hashes)
+    assert len(before) == 9
+    work.sequence.tokens.extend((1, 2))
+    bench.cache.hash_ahead(work.sequence, 41)
+    assert work.sequence.table.hashes[:9] == before and len(work.sequence.table.hashes) == 10
+
+
 def test_a_pause_keeps_the_tokens_and_ends_as_without() -> None:
     bench = Bench(blocks=10, batch=4)
     bench.submit("a", 8, max_tokens=24)
@@ -298,7 +335,10 @@ def test_refusals_name_the_value_and_the_limit(fields: dict[str, Any], numbers: 
     code, message = refused
     assert code == "INVALID_ARGUMENT"
     assert all(number in message for number in numbers), message
+    as_array = {**values, "token_ids": array(IDS, values["token_ids"])}
+    assert refusal(Submit("r", **as_array), LIMITS) == refused
 
 
 def test_a_valid_request_is_not_refused() -> None:
     assert refusal(Submit("r", (1, 2, 3), 45, stop_ids=(99,), n=64), LIMITS) is None
+    assert refusal(Submit("r", array(IDS, (0, 99)), 45), LIMITS) is None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gptoss_trt.runtime.engine.core import EngineLoadError
-from gptoss_trt.runtime.engine.messages import Submit
+from gptoss_trt.runtime.engine.messages import IDS, Submit
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
 from gptoss_trt.runtime.engine.speculation.length import PRIOR, Acceptance, StepCost, draft_lengths
@@ -29,7 +30,7 @@ DEAR = StepCost(((1, 1.0), (1000, 1000.0)))
 
 def sequence(tokens: list[int], *, prompt: int = 1, max_tokens: int = 1000) -> Sequence:
     submit = Submit("r", tuple(tokens[:prompt]), max_tokens)
-    return Sequence(Request((0, "r"), submit, 0, 0, 0, b""), 0, list(tokens))
+    return Sequence(Request((0, "r"), submit, 0, 0, 0, b""), 0, array(IDS, tokens))
 
 
 def drafted(tokens: list[int], count: int) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
 from gptoss_trt.ops.prepare import RopeConfig
 from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
-from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import IDS, Error, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore, load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.scheduler import Work
@@ -171,7 +172,7 @@ def features_of(engine_dir: Path, tokens: list[int], layers: tuple[int, ...]) ->
     model.tap = FeatureTap(layers, 400, CONFIG.hidden_size, torch.device("cpu"))
     model.allocate_kv(40, 40, 16)
     request = Request((0, "r"), Submit("r", tuple(tokens), 1), 0, 0, 0, b"")
-    sequence = Sequence(request, 0, list(tokens))
+    sequence = Sequence(request, 0, array(IDS, tokens))
     sequence.table.full = sequence.table.window = list(range(-(-len(tokens) // 16)))
     model.forward(assemble([Work(sequence, 0, len(tokens), 1)], TableRows(16, CONFIG.sliding_window), "cpu"))
     return model.tap.features[: len(tokens)].clone()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import queue
+from array import array
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from gptoss_trt.build_engine.builder import BuildOptions, build_engine
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
 from gptoss_trt.runtime.engine.client import EngineClient
 from gptoss_trt.runtime.engine.core import EngineCore, EngineLoadError
-from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import IDS, Error, Event, Finished, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.sequence import Request, Sequence
@@ -113,7 +114,7 @@ def test_a_step_of_several_tokens_equals_one_of_a_row_each(engines: dict[str, Pa
         for number in range(2):
             tokens = torch.randint(0, 290, (context,), generator=torch.Generator().manual_seed(number)).tolist()
             request = Request((0, "r"), Submit("r", tuple(tokens[:2]), 500), 0, 0, 0, b"")
-            sequence = Sequence(request, 0, tokens)
+            sequence = Sequence(request, 0, array(IDS, tokens))
             last = -(-(context + 4) // block_tokens)
             sequence.table.full = sequence.table.window = list(range(number * 20, number * 20 + last))
             model.forward(assemble([Work(sequence, 0, context, 0)], TableRows(block_tokens, window), "cpu"))

@@ -262,7 +262,7 @@ def test_submit_fields():
     request = {"messages": HI, "temperature": 0.5, "top_k": -1, "seed": -1, "logprobs": True, "top_logprobs": 3}
     request |= {"stop_token_ids": [5], "logit_bias": {"7": 1.5}, "n": 2, "priority": 1, "cache_salt": "s", "stop": "x"}
     submit = chat_submit(read_chat(request), "r1", [1, 2, 3], max_context=10)
-    assert (submit.request_id, submit.token_ids, submit.max_tokens, submit.n) == ("r1", (1, 2, 3), 7, 2)
+    assert (submit.request_id, submit.token_ids.tolist(), submit.max_tokens, submit.n) == ("r1", [1, 2, 3], 7, 2)
     assert submit.stop_ids == (200002, 199999, 200012, 5)
     assert (submit.sampling.temperature, submit.sampling.top_k, submit.sampling.seed) == (0.5, 0, 2**64 - 1)
     assert (submit.logprobs, submit.logit_bias, submit.priority, submit.cache_salt) == (3, ((7, 1.5),), 1, "s")
