@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from gptoss_trt.runtime.bench.bound import decode_seconds, prefill_seconds
 from gptoss_trt.runtime.bench.observe import mean_distinct_experts
 from gptoss_trt.runtime.bench.record import Cell
 from gptoss_trt.runtime.engine.cache_size import CacheShape
-from gptoss_trt.runtime.engine.messages import Error, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import IDS, Error, IdArray, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.model_core import ModelCore
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.model.batch import StepBatch
@@ -189,8 +190,14 @@ class Bench:
 
     def _prompt(self, number: int, tokens: int, answer: int) -> Submit:
         """A request for `answer` tokens at temperature 1 behind another random prompt each time."""
-        ids = torch.randint(0, self._model.config.vocab_size, (tokens,), generator=self._generator).tolist()
-        return Submit(f"bench-{number}", tuple(ids), answer, sampling=Sampling(temperature=1.0, seed=number))
+        (ids,) = random_prompts(self._model.config.vocab_size, 1, tokens, self._generator)
+        return Submit(f"bench-{number}", ids, answer, sampling=Sampling(temperature=1.0, seed=number))
+
+
+def random_prompts(vocabulary: int, count: int, tokens: int, generator: torch.Generator) -> list[IdArray]:
+    """`count` prompts of `tokens` tokens each, as an engine takes them without converting them."""
+    ids = torch.randint(0, vocabulary, (count, tokens), generator=generator, dtype=torch.int32)
+    return [array(IDS, row.numpy().tobytes()) for row in ids]
 
 
 @contextlib.contextmanager

@@ -16,10 +16,10 @@ import torch
 
 from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
 from gptoss_trt.runtime.bench.bound import decode_seconds, prefill_seconds
-from gptoss_trt.runtime.bench.cells import STEP_TOKENS, WARM_STEPS, Effort
+from gptoss_trt.runtime.bench.cells import STEP_TOKENS, WARM_STEPS, Effort, random_prompts
 from gptoss_trt.runtime.bench.record import Cell
 from gptoss_trt.runtime.engine.client import EngineClient, Sink
-from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Sampling, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import Error, Event, Finished, IdArray, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.options import EngineOptions
 
 READY_S = 300.0
@@ -57,7 +57,7 @@ class ClientBench:
         """Mean wall time between outputs while `batch` sequences, which began with `context` tokens, all decode."""
         reading = -(-batch * context // (self._step_tokens - batch)) + 2  # steps until the last prompt is read
         answer = reading + WARM_STEPS + self._effort.steps + 2
-        arrivals = self._answers(batch, context, answer)
+        arrivals = self._answers(self._prompts(batch, context), answer)
         begin = max(times[WARM_STEPS] for times in arrivals)
         end = min(times[-1] for times in arrivals)
         tokens = sum(begin < at <= end for times in arrivals for at in times)
@@ -71,32 +71,34 @@ class ClientBench:
         """Median wall time from the submission of a prompt of `tokens` tokens to its first token."""
         spans = []
         for _ in range(self._effort.warm_prompts + self._effort.prompts):
+            prompts = self._prompts(1, tokens)
             began = time.perf_counter()
-            spans.append((self._answers(1, tokens, 1)[0][0] - began) * 1e3)
+            spans.append((self._answers(prompts, 1)[0][0] - began) * 1e3)
         measured = sorted(spans[-self._effort.prompts :])
         bound_ms = prefill_seconds(self._config, self.formats, tokens) * 1e3
         notes: dict[str, Any] = {"repeats": len(measured), "best_ms": round(measured[0], 4), **self._notes}
         return Cell("prefill", tokens, tokens, measured[len(measured) // 2], bound_ms, None, None, notes)
 
-    def _answers(self, count: int, prompt_tokens: int, answer: int) -> list[list[float]]:
-        """When each token of `count` answers came (time.perf_counter), `answer` tokens each at temperature 1."""
+    def _prompts(self, count: int, tokens: int) -> list[IdArray]:
+        return random_prompts(self._config.vocab_size, count, tokens, self._generator)
+
+    def _answers(self, prompts: list[IdArray], answer: int) -> list[list[float]]:
+        """When each token of the answers came (time.perf_counter), `answer` tokens each at temperature 1."""
         events: queue.SimpleQueue[tuple[int, float, Event]] = queue.SimpleQueue()
-        vocabulary = self._config.vocab_size
 
         def sink_of(number: int) -> Sink:
             return lambda event: events.put((number, time.perf_counter(), event))
 
-        prompts = torch.randint(0, vocabulary, (count, prompt_tokens), generator=self._generator).tolist()
         for number, ids in enumerate(prompts):
             self._sent += 1
-            submit = Submit(f"bench-{self._sent}", tuple(ids), answer, sampling=Sampling(seed=number))
+            submit = Submit(f"bench-{self._sent}", ids, answer, sampling=Sampling(seed=number))
             self._client.submit(submit, sink_of(number))
-        arrivals: list[list[float]] = [[] for _ in range(count)]
-        left = count
+        arrivals: list[list[float]] = [[] for _ in prompts]
+        left = len(prompts)
         while left:
             number, at, event = events.get(timeout=ANSWER_S)
             if isinstance(event, Error):
-                raise RuntimeError(f"prompt of {prompt_tokens} tokens: {event.code}: {event.message}")
+                raise RuntimeError(f"prompt of {len(prompts[number])} tokens: {event.code}: {event.message}")
             if isinstance(event, Tokens):
                 arrivals[number] += [at] * len(event.token_ids)
             left -= isinstance(event, Finished)
