@@ -18,7 +18,6 @@ __all__ = ["NUMPY_NAMES", "STOP_REQUEST_INPUT", "DType", "Tensor"]  # beside wha
 
 MAX_BATCH_SIZE = 256  # prompts in one request of a model with a batch axis
 END_ID_NEVER = -1  # end_id that switches the stop ids off
-OUTPUT_PADDING = -1  # fills output_ids rows past their sequence_length
 WORD_OFFSET_PADDING = -1  # fills row 1 of a word list; row 0 (ids) is filled with 0
 
 

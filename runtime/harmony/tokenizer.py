@@ -38,10 +38,6 @@ class Tokenizer:
         with _load_lock:
             return _load()
 
-    @property
-    def vocabulary_size(self) -> int:
-        return len(self.pieces)
-
     def encode_ordinary(self, text: str) -> list[int]:
         """Ids of `text`, in which the text of a special token is text like any other: no special id ever comes out."""
         return self._encoding.encode_ordinary(text)

@@ -95,7 +95,6 @@ struct DenseShape {
   static constexpr int kTiles = moe::ceil_div(kColumns, kTileColumns);
   static constexpr int kTileBytes = kRows * kTileRowBytes;
   static constexpr int kTogether = kStageBytes / kTileBytes;  // tiles of a stage
-  static constexpr int kStagesOfStrip = moe::ceil_div(kTiles, kTogether);
   static_assert(kTogether > 0 && kTogether <= kWarpgroups);
   static_assert(kRows % 8 == 0 && kRows <= 64, "eight rows make a kilobyte of swizzled memory");
 };
