@@ -2,7 +2,7 @@
 
 Invariant: memory is bounded. Tokens that wait because the client reads slowly are merged by sequence, so a slow client
 gets the same tokens in fewer messages; beyond PENDING_TOKEN_LIMIT it gets one Error without a request id and is closed.
-Only the server's thread touches a connection. Must not know the core.
+One thread at a time touches a connection, which the server sees to. Must not know the core.
 """
 
 from __future__ import annotations

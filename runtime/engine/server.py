@@ -1,8 +1,10 @@
 """The engine's socket server: accepts clients, turns frames into commands and events into frames, leaves when alone.
 
 Invariant: a request lives no longer than its connection, and the process no longer than `idle_timeout_s` after the last
-connection. One thread (the one that calls `serve`) does all the input and output; the engine's loop hands events over
-through a queue and a wake-up socket. Must not know the scheduler or the model.
+connection. Connections belong to whoever holds the server's lock: the thread that calls `serve` while it handles what
+came in, the engine's loop while it sends a step's events, which so wait for no other thread to wake. A loop that finds
+the lock taken leaves its events in a queue, wakes the server's thread and goes on. Must not know the scheduler or the
+model.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import logging
 import os
 import selectors
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -52,10 +55,11 @@ class EngineServer:
         self._connections: dict[int, Connection] = {}
         self._next_number = 1
         self._alone_since = self._started
-        self._arrived: deque[Callable[[], None]] = deque()
+        self._arrived: deque[Callable[[], None]] = deque()  # what is to be done with connections, in this order
+        self._lock = threading.Lock()  # of connections
         self._selector = selectors.DefaultSelector()
         self._wake_in, self._wake_out = socket.socketpair()
-        self._loop = EngineLoop(load, self._deliver_later, self._failed_later)
+        self._loop = EngineLoop(load, self._deliver_soon, self._loop_failed)
         self._failure: str | None = None
         self._stopping = False
         self._listener: socket.socket
@@ -67,9 +71,16 @@ class EngineServer:
         self._stopping = True
         self._wake()
 
-    def _later(self, call: Callable[[], None]) -> None:
+    def _soon(self, call: Callable[[], None]) -> None:
+        """Does it now, behind what waits already, or leaves it to the server's thread when that is at work."""
         self._arrived.append(call)
-        self._wake()
+        if self._lock.acquire(blocking=False):
+            try:
+                self._run_arrived()
+            finally:
+                self._lock.release()
+        else:
+            self._wake()
 
     def _wake(self) -> None:
         try:
@@ -77,14 +88,12 @@ class EngineServer:
         except BlockingIOError:
             return  # a full pipe wakes just as well
 
-    def _deliver_later(self, events: list[tuple[RequestKey, Event]]) -> None:
-        self._later(lambda: self._deliver(events))
+    def _deliver_soon(self, events: list[tuple[RequestKey, Event]]) -> None:
+        self._soon(lambda: self._deliver(events))
 
-    def _failed_later(self, reason: str) -> None:
-        def fail() -> None:
-            self._failure = reason
-
-        self._later(fail)
+    def _loop_failed(self, reason: str) -> None:
+        self._failure = reason
+        self._wake()
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
@@ -97,18 +106,25 @@ class EngineServer:
         self._loop.start()
         try:
             while not self._stopping and self._failure is None:
-                for ready, mask in self._selector.select(TICK_S):
-                    ready.data(mask)
-                self._run_arrived()
-                self._look_at_timers()
-                if self._alone_too_long() and not self._take_last_chance():
-                    log.info("no client for %.1f s: leaving", self._idle_timeout_s)
-                    break
+                came = self._selector.select(TICK_S)
+                with self._lock:
+                    for ready, mask in came:
+                        ready.data(mask)
+                    self._run_arrived()
+                    self._look_at_timers()
+                    if self._alone_too_long() and not self._take_last_chance():
+                        log.info("no client for %.1f s: leaving", self._idle_timeout_s)
+                        break
         finally:
             self._path.unlink(missing_ok=True)
             self._close_listener()
-            self._say_goodbye()
+            with self._lock:
+                self._run_arrived()
+                self._say_goodbye()
+            self._loop.stop(timeout_s=0.0 if self._failure else 5.0)
         return self._failure
+
+    # -- with the lock ------------------------------------------------------------------------------------------------
 
     def _open_listener(self) -> None:
         self._path.unlink(missing_ok=True)  # the life lock is ours, so a socket file here has no owner
@@ -210,7 +226,7 @@ class EngineServer:
     def _answer_stats(self, connection: Connection, query: int) -> None:
         def answer(stats: dict[str, Any]) -> None:
             frame = frames.encode(FrameType.STATS, [query, stats])
-            self._later(lambda: self._send_frame(connection, frame))
+            self._soon(lambda: self._send_frame(connection, frame))
 
         self._loop.ask_stats(answer)
 
@@ -307,4 +323,3 @@ class EngineServer:
         for connection in list(self._connections.values()):
             connection.fail(Error(None, "UNAVAILABLE", reason), time.monotonic())
             self._flush(connection)
-        self._loop.stop(timeout_s=0.0 if self._failure else 5.0)

@@ -214,7 +214,7 @@ def server(tmp_path: Path) -> Iterator[tuple[EngineServer, Path]]:
     plan = ScriptedEngine(step_ms=1, max_context=1 << 30, full_blocks=1 << 25, default=endless)
     path = tmp_path / "s.sock"
     server = EngineServer(path, lambda: ScriptedCore(plan), idle_timeout_s=30)
-    thread = threading.Thread(target=server.serve)
+    thread = threading.Thread(target=server.serve, name="server")
     thread.start()
     wait_until_it_listens(path)
     yield server, path
@@ -294,6 +294,44 @@ def test_random_bytes_never_stop_the_server(server: tuple[EngineServer, Path]) -
         peer.socket.sendall(damaged[: generator.randrange(1, len(damaged) + 1)])
         peer.socket.close()
     still_serves(server[1])
+
+
+def test_a_loop_that_finds_the_server_at_work_goes_on_and_its_events_are_sent(
+    server: tuple[EngineServer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both ways of a step's events: by the loop's thread, and by the server's when the loop finds the lock taken."""
+    engine, path = server
+    threads = []
+    deliver = engine._deliver
+
+    def watched(events: list[Any]) -> None:
+        threads.append(threading.current_thread().name)
+        deliver(events)
+
+    monkeypatch.setattr(engine, "_deliver", watched)
+    raw = Raw(path).greet()
+    raw.send(FrameType.SUBMIT, Submit("r", (1,), 4000 * 100))
+    seen: list[int] = []
+    while len(seen) < 4000 * 100:
+        kind, body = raw.next()
+        if kind is FrameType.TOKENS:
+            seen += [token for tokens in frames.decode_each(Tokens, body) for token in tokens.token_ids]
+        if len(threads) < 80 and len(threads) % 3 == 0:
+            with engine._lock:  # as the server's thread has it while it works
+                time.sleep(0.01)  # steps of 1 ms go on meanwhile
+    assert seen == [5] * len(seen) and len(seen) == 4000 * 100
+    assert {"engine-loop", "server"} == set(threads)
+
+
+def test_what_waits_for_the_server_is_done_first(tmp_path: Path) -> None:
+    server = EngineServer(tmp_path / "s.sock", lambda: ScriptedCore(ScriptedEngine()))
+    done: list[int] = []
+    with server._lock:
+        server._soon(lambda: done.append(1))
+        server._soon(lambda: done.append(2))
+    assert done == [] and server._wake_in.recv(16) == b"!!"
+    server._soon(lambda: done.append(3))
+    assert done == [1, 2, 3]
 
 
 def test_a_slow_reader_gets_merged_tokens_and_loses_none(server: tuple[EngineServer, Path]) -> None:
