@@ -148,6 +148,8 @@ class StepRunner:
 def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
     """The batch of these works, in their order, with AWAITED in the place of each token that is not known yet. Tables
     are cut to the blocks that this step reads or writes and hold until the next call with these `rows`."""
+    if len(works) == 1 and works[0].count > 1:
+        return _moved(_lone_prompt(works[0], rows), device)
     sequences = [work.sequence for work in works]
     begins = np.array([work.start for work in works], np.int32)
     if all(work.count == 1 == work.logits for work in works):  # decode
@@ -165,21 +167,33 @@ def assemble(works: list[Work], rows: TableRows, device: str) -> StepBatch:
         positions = np.arange(starts[-1], dtype=np.int32) + np.repeat(begins - starts[:-1], counts)
         logits_rows = _last_rows(starts[1:], np.array([work.logits for work in works], np.int32))
     full, window, firsts = rows.of([sequence.table for sequence in sequences], begins, contexts)
+    tables = np.ascontiguousarray(full), np.ascontiguousarray(window)
+    return _moved((tokens, positions, starts, contexts, *tables, firsts, logits_rows), device)
 
-    def tensor(values: Ints) -> torch.Tensor:
-        there = torch.from_numpy(values)
-        return there if device == "cpu" else there.to(device)
 
-    return StepBatch(
-        token_ids=tensor(tokens),
-        positions=tensor(positions),
-        query_start=tensor(starts),
-        context_lens=tensor(contexts),
-        full_blocks=tensor(np.ascontiguousarray(full)),
-        window_blocks=tensor(np.ascontiguousarray(window)),
-        window_first_block=tensor(firsts),
-        logits_rows=tensor(logits_rows),
+def _lone_prompt(work: Work, rows: TableRows) -> tuple[Ints, ...]:
+    """The fields of a batch that is one piece of one prompt. Nothing runs ahead of it as a rule, so that its first
+    kernel waits for this, and for code and data that no cache has: few calls instead of none that depends on what was
+    there before."""
+    begin, end = work.start, work.start + work.count
+    starts = np.array((0, work.count), np.int32)
+    tokens = _tokens([work], [0, work.count])
+    full, window, first = rows.row(work.sequence.table, begin, end)
+    return (
+        tokens,
+        np.arange(begin, end, dtype=np.int32),
+        starts,
+        np.array((end,), np.int32),
+        np.array((full,), np.int32),
+        np.array((window,), np.int32),
+        np.array((first,), np.int32),
+        np.arange(work.count - work.logits, work.count, dtype=np.int32),
     )
+
+
+def _moved(fields: tuple[Ints, ...], device: str) -> StepBatch:
+    there = map(torch.from_numpy, fields)
+    return StepBatch(*(there if device == "cpu" else (field.to(device) for field in there)))
 
 
 def _token(tokens: IdArray, position: int) -> int:
@@ -206,11 +220,14 @@ def _last_rows(ends: Ints, counts: Ints) -> Ints:
 
 def _take_awaited(batch: StepBatch, works: list[Work], before: Flight | None) -> Ints | None:
     """Draws.source of a batch with awaited tokens, whose ids then are any that exist; None when all are known."""
+    if before is None:
+        missing = any(work.start + work.count > len(work.sequence.tokens) for work in works)
+        assert not missing, "a token is awaited of a step that nobody launched"
+        return None
     tokens = batch.token_ids.numpy()
     if tokens.min(initial=0) != AWAITED:
         return None
     awaited = tokens == AWAITED
-    assert before is not None, "a token is awaited of a step that nobody launched"
     sequences = [work.sequence for work in works]
     if len(tokens) == len(works) and sequences == before.draws:  # the usual case: the same rows
         source = np.where(awaited, np.arange(len(works), dtype=np.int32), np.int32(-1))

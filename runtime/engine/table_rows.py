@@ -45,6 +45,12 @@ class TableRows:
         self._fill_window(first, last)
         return self._full[:, : int(last.max())], self._window[:, : int((last - first).max())], first
 
+    def row(self, table: BlockTable, begin: int, end: int) -> tuple[list[int], list[int], int]:
+        """What `of` gives for one sequence alone, without what is kept."""
+        last = -(-end // self._block_tokens)
+        first = max(begin - (self._window_tokens - 1), 0) // self._block_tokens
+        return table.full[:last], table.window[first - table.window_first : last - table.window_first], first
+
     def _arrange(self, tables: list[BlockTable]) -> None:
         """Brings the rows into the order of `tables`; rows of tables that were not there become empty."""
         known = {table: row for row, table in enumerate(self._tables)}

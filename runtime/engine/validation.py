@@ -79,17 +79,19 @@ def _id_reasons(submit: Submit, vocab_size: int) -> Iterator[str]:
             if "sequences" in name:
                 yield f"{name} is empty"
             continue
-        low, high = _ends(ids)
+        if _all_known(ids, vocab_size):
+            continue
+        low, high = min(ids), max(ids)
         if low < 0 or high >= vocab_size:
             yield f"{name} holds the id {low if low < 0 else high}; ids lie in 0..{vocab_size - 1}"
 
 
-def _ends(ids: Prompt) -> tuple[int, int]:
-    """The least and the greatest of some ids."""
-    if isinstance(ids, array):
-        values = np.frombuffer(ids, np.int32)
-        return int(values.min()), int(values.max())
-    return min(ids), max(ids)
+def _all_known(ids: Prompt, vocab_size: int) -> bool:
+    """Whether a look at an array shows that all its ids lie in the vocabulary; never for a tuple."""
+    if not isinstance(ids, array):
+        return False
+    most = np.maximum.reduce(np.frombuffer(ids, np.uint32))  # a negative id is a very large one
+    return bool(most < vocab_size)
 
 
 def _sampling_reasons(sampling: Sampling) -> Iterator[str]:
