@@ -32,12 +32,6 @@ __device__ __forceinline__ void barrier_expect_bytes(uint32_t barrier, uint32_t 
                : "memory");
 }
 
-// The same without arriving: the caller arrives later.
-__device__ __forceinline__ void barrier_expect_more(uint32_t barrier, uint32_t bytes) {
-  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-
 // Returns once the phase with this parity is complete. A fresh barrier counts as having completed
 // a phase of parity 1.
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
@@ -120,15 +114,6 @@ __device__ __forceinline__ void copies_wait_all() {
 // `bytes`, a multiple of 16, to the second-level cache.
 __device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
-}
-
-// What no other thread of the block reads and nobody writes.
-__device__ __forceinline__ uint4 load_global_once(const void* source) {
-  uint4 value;
-  asm volatile("ld.global.nc.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "l"(source));
-  return value;
 }
 
 __device__ __forceinline__ void store_shared_u128(uint32_t address, uint32_t x, uint32_t y,

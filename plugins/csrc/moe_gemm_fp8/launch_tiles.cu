@@ -8,6 +8,7 @@ namespace {
 
 template <typename S>
 cudaError_t launch(const Params& params, const LaunchOptions& options) {
+  static_assert(!S::kExpand || S::shared_bytes(kMostExpandedExperts) <= kSharedBytesLimit);
   const auto kernel = moe_gemm_tiles_kernel<S>;
   const int bytes = S::shared_bytes(params.experts);
   CUtensorMap map;
@@ -26,7 +27,7 @@ cudaError_t launch(const Params& params, const LaunchOptions& options) {
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(options.multiprocessors / S::kShare * S::kShare);
-  config.blockDim = dim3(kTileThreads);
+  config.blockDim = dim3(S::kThreads);
   config.dynamicSmemBytes = bytes;
   config.stream = options.stream;
   config.attrs = attributes;

@@ -105,7 +105,7 @@ bool can_prefill(const gptoss_trt_moe_gemm_args& args) {
 bool can_expand(const gptoss_trt_moe_gemm_args& args) {
   const int step = args.product == GPTOSS_TRT_MOE_GATE_UP ? 32 : 8;  // rows are stored by 16 bytes
   return args.storage == GPTOSS_TRT_MOE_MXFP4 && args.scale_mode == GPTOSS_TRT_SCALE_STATIC &&
-         args.n % step == 0 && args.k_split <= 1;
+         args.n % step == 0 && args.k_split <= 1 && args.experts <= kMostExpandedExperts;
 }
 
 bool is_prefill(const gptoss_trt_moe_gemm_args& args, int tokens) {

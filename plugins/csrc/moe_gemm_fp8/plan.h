@@ -102,6 +102,7 @@ constexpr int kSharedRows = 512;
 // fast at 256 of 20b, 8% slower at 128 of 120b; DOWN 8% faster at 128 of 20b, 13% at 256).
 constexpr int kExpandedGateUpRows = 256;
 constexpr int kExpandedDownRows = 128;
+constexpr int kMostExpandedExperts = 384;  // whose tables have room in shared memory
 
 // Byte offsets into the caller's workspace. `counter_bytes` from the start are counters.
 struct WorkspaceLayout {

@@ -99,7 +99,6 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
     for (int i = 0; i < kColumns / 2; ++i) sum[own][i] = 0.0f;
   }
   barrier_wait(memory.full(place.stage), place.parity);
-  if constexpr (S::kExpand) async_proxy_fence();
   float tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
   TileScales next = load_scales(memory, lane, place.stage, 0, tile_scale);
 #pragma unroll 1
@@ -126,7 +125,6 @@ __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<
         place.step();
         if (left > 0) {
           barrier_wait(memory.full(place.stage), place.parity);
-          if constexpr (S::kExpand) async_proxy_fence();
           tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
           next = load_scales(memory, lane, place.stage, 0, tile_scale);
         }
@@ -345,7 +343,7 @@ __device__ __forceinline__ void consume_items(const Params& p, const TileMemory<
 __constant__ constexpr CodeTable kTileCodes = make_code_table();
 
 template <typename S>
-__global__ void __launch_bounds__(kTileThreads, 1)
+__global__ void __launch_bounds__(S::kThreads, 1)
     moe_gemm_tiles_kernel(const __grid_constant__ Params p,
                           const __grid_constant__ CUtensorMap map) {
   extern __shared__ uint8_t tiles_shared[];
@@ -354,16 +352,22 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   const uint32_t skipped = (kTileSwizzle - start % kTileSwizzle) % kTileSwizzle;
   const TileMemory<S> memory{tiles_shared + skipped, start + skipped};
   if (threadIdx.x < S::kStages) {
-    barrier_init(memory.full(threadIdx.x), S::kExpand ? S::kExpandingWarps : 1);
+    barrier_init(memory.full(threadIdx.x), S::kExpandingWarps + 1);
     barrier_init(memory.empty(threadIdx.x), kTileConsumerWarps * S::kShare);
   } else if (threadIdx.x >= 32 && threadIdx.x < 32 + kItemSlots) {
     barrier_init(memory.item_full(threadIdx.x - 32), 1);
     barrier_init(memory.item_empty(threadIdx.x - 32),
-                 kTileConsumerWarps + (S::kExpand ? S::kExpandingWarps : 1));
+                 kTileConsumerWarps + S::kExpandingWarps + S::kCopyingThreads);
     barrier_init(memory.index_full(threadIdx.x - 32), 1);
     barrier_init(memory.index_read(threadIdx.x - 32), S::kShare > 1 ? S::kShare - 1 : 1);
   } else if (threadIdx.x == 64) {
     barrier_init(memory.wanted(), 1);
+    if constexpr (S::kExpand) {
+      for (int i = 0; i < kRawStages; ++i) {
+        barrier_init(memory.raw_full(i), 1);
+        barrier_init(memory.raw_empty(i), S::kExpandingWarps);
+      }
+    }
   } else if (S::kExpand && threadIdx.x >= 96 && threadIdx.x < 96 + kTableRows) {
     const int row = threadIdx.x - 96;
     table.rows[row].codes = make_uint2(kTileCodes.words[row][0], kTileCodes.words[row][1]);
@@ -373,15 +377,20 @@ __global__ void __launch_bounds__(kTileThreads, 1)
   dependents_launch();
   TileTables(memory.tables(), p.experts).fill(p);
   if constexpr (S::kShare > 1) cluster_sync();
-  if (threadIdx.x >= kTileConsumerWarps * 32) {
-    registers_release<S::kProducerRegisters>();
-    const int warp = threadIdx.x / 32 - kTileConsumerWarps;
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+  if (S::kExpand && warpgroup == kTileConsumers) {
     if constexpr (S::kExpand) {
-      expand_stages<S>(p, memory, table, map);
-    } else if (warp == 0 && threadIdx.x % 32 == 0) {
+      registers_release<S::kExpanderRegisters>();
+      expand_stages<S>(p, memory, table);
+    }
+  } else if (warpgroup >= kTileConsumers) {
+    registers_release<S::kProducerRegisters>();
+    if (warp == 0 && threadIdx.x % 32 == 0) {
       produce_stages<S>(p, memory, map);
     } else if (warp == 1) {
       produce_slots<S>(p, memory);
+    } else if (S::kExpand && warp == 2 && threadIdx.x % 32 == 0) {
+      produce_records<S>(p, memory);
     }
   } else {
     registers_claim<S::kConsumerRegisters>();

@@ -1,5 +1,5 @@
-// Of the plan of FP8 tiles: what lies in a block's shared memory, and who fills it where weights
-// come as FP8 tiles.
+// Of the plan of FP8 tiles: what lies in a block's shared memory, and who copies into it: tokens,
+// FP8 tiles or, where weights come as MXFP4, records that other warps expand (tiles_expand.cuh).
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_TILES_PRODUCER_CUH_
 #define GPTOSS_TRT_MOE_GEMM_FP8_TILES_PRODUCER_CUH_
 
@@ -17,7 +17,6 @@ namespace gptoss::moe {
 using dense_fp8::copy_box;
 
 constexpr int kTileConsumerWarps = kTileConsumers * 4;
-constexpr int kTileThreads = (kTileConsumers + 1) * 128;
 constexpr int kTileSwizzle = 1024;
 constexpr int kItemSlots = 2;
 constexpr int kTileStages = 4;
@@ -28,6 +27,11 @@ constexpr int kTakeAhead = 6;
 constexpr int kTileStrips = kTileRows / kStripRows;
 
 constexpr int kTakingBytes = 8 + (8 + 8 + 4) * kItemSlots;  // TileMemory::wanted() and behind it
+
+// Records as they lie in memory, ahead of their expansion: those of a tile's strips.
+constexpr int kRawStages = 2;
+constexpr int kRawPitch = record_bytes(Storage::kMxfp4, 2);
+constexpr int kRawBytes = (kTileStrips * kRawPitch + 127) / 128 * 128;
 
 // An item and what its end needs.
 struct TileSlot {
@@ -41,18 +45,24 @@ template <bool kGateUp, int kSharing, Storage kStorage>
 struct TileShape {
   static constexpr bool kGate = kGateUp;
   static constexpr bool kExpand = kStorage == Storage::kMxfp4;
-  // A launch of kTileThreads gets 168 registers a thread, and these are as many.
+  // Warpgroups: kTileConsumers that multiply, one that expands, one that copies. A launch gets as
+  // many registers for all threads as these.
+  static constexpr int kThreads = (kTileConsumers + (kExpand ? 2 : 1)) * 128;
   static constexpr int kConsumerRegisters = kExpand ? 208 : 224;
-  static constexpr int kProducerRegisters = kExpand ? 88 : 56;
+  static constexpr int kExpanderRegisters = 56;
+  static constexpr int kProducerRegisters = kExpand ? 40 : 56;
   static constexpr int kExpandingWarps = kExpand ? 4 : 0;
+  static constexpr int kCopyingThreads = kExpand ? 2 : 1;
   static constexpr int kShare = kSharing, kStages = kTileStages;
   static constexpr int kTokenBytes = kBlockRows * kRecordColumns;
   static constexpr int kScalesAt = kTokenBytes + kTileBytes;
   static constexpr int kStageBytes =
       (kScalesAt + kBlockRows * 4 + kTileSwizzle - 1) / kTileSwizzle * kTileSwizzle;
-  static constexpr int kSlotsAt = kStages * kStageBytes;
+  static constexpr int kRawAt = kStages * kStageBytes;
+  static constexpr int kSlotsAt = kRawAt + (kExpand ? kRawStages * kRawBytes : 0);
   static constexpr int kBarriersAt = kSlotsAt + kItemSlots * static_cast<int>(sizeof(TileSlot));
-  static constexpr int kTablesAt = kBarriersAt + 2 * 8 * (kStages + kItemSlots) + kTakingBytes;
+  static constexpr int kTablesAt = kBarriersAt + 2 * 8 * (kStages + kItemSlots) + kTakingBytes +
+                                   (kExpand ? 2 * 8 * kRawStages : 0);
   static constexpr int shared_bytes(int experts) {
     return kTablesAt + 2 * (experts + 1) * 4 + kTileSwizzle;
   }
@@ -82,6 +92,9 @@ struct TileMemory {
   __device__ uint32_t index_full(int i) const { return wanted() + 8 + 8 * i; }
   __device__ uint32_t index_read(int i) const { return wanted() + 24 + 8 * i; }
   __device__ uint32_t index(int i) const { return wanted() + 40 + 4 * i; }
+  __device__ uint32_t raw(int i) const { return address + S::kRawAt + i * kRawBytes; }
+  __device__ uint32_t raw_full(int i) const { return wanted() + kTakingBytes + 8 * i; }
+  __device__ uint32_t raw_empty(int i) const { return raw_full(kRawStages) + 8 * i; }
   __device__ int32_t* tables() const { return reinterpret_cast<int32_t*>(base + S::kTablesAt); }
 };
 
@@ -110,9 +123,7 @@ __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorM
       : "memory");
 }
 
-// Fills the slots of items, one warp, in steps that do not wait for memory when others come between
-// them: ask, write, copy_weights, finish. All but finish return at once where there are no more
-// items.
+// Fills the slots of items, one warp.
 template <typename S>
 class SlotFiller {
  public:
@@ -131,15 +142,8 @@ class SlotFiller {
 
   __device__ __forceinline__ bool has_item() const { return rows_ >= 0; }
 
-  // For the next item; the first block of a cluster takes it for all.
-  __device__ __forceinline__ int ask() const {
-    int taken = 0;
-    if (rank_ == 0 && threadIdx.x % 32 == 0) taken = atomicAdd(p_.items_taken, 1);
-    return taken;
-  }
-
-  // `taken` is what ask() returned.
-  __device__ __forceinline__ void write_next(int taken) { write(next(taken)); }
+  // Takes the next item, the first block of a cluster for all.
+  __device__ __forceinline__ void write_next() { write(next()); }
 
   // Routing weights, once their slots have come.
   __device__ __forceinline__ void copy_weights() {
@@ -162,12 +166,13 @@ class SlotFiller {
   }
 
  private:
-  __device__ __forceinline__ int next(int taken) {
+  __device__ __forceinline__ int next() {
     int index = 0;
     if (threadIdx.x % 32 == 0) {
       const uint32_t full = memory_.index_full(taken_.stage), here = memory_.index(taken_.stage);
       const uint32_t read = memory_.index_read(taken_.stage);
       if (rank_ == 0) {
+        const int taken = atomicAdd(p_.items_taken, 1);
         if (taken + 1 == total_) *p_.items_taken = 0;  // nobody takes another
         index = taken + gridDim.x / S::kShare;
         if constexpr (S::kShare > 1) {
@@ -243,7 +248,7 @@ __device__ inline void produce_slots(const Params& p, const TileMemory<S>& memor
   for (bool more = filler.has_item(); more; more = filler.finish()) {
     barrier_wait(memory.wanted(), parity);
     parity ^= 1;
-    filler.write_next(filler.ask());
+    filler.write_next();
     filler.copy_weights();
   }
 }
@@ -312,13 +317,43 @@ __device__ inline void produce_stages(const Params& p, const TileMemory<S>& memo
         barrier_arrive(full);
         continue;
       }
-      barrier_expect_bytes(full, token_bytes<S>(item) + kTileBytes);
+      barrier_expect_bytes(full, token_bytes<S>(item) + (S::kExpand ? 0 : kTileBytes));
       for (int chunk = 0; chunk < item.chunks; ++chunk) {
         copy_chunk<S>(p, memory, map, item, rank, chunk, record, stage);
       }
       if constexpr (S::kGate) copy_scales<S>(p, memory, item, record, stage);
-      bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
-                kTileBytes, full);
+      if constexpr (!S::kExpand) {
+        bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
+                  kTileBytes, full);
+      }
+    }
+  }
+}
+
+// One thread: records that others expand.
+template <typename S>
+__device__ inline void produce_records(const Params& p, const TileMemory<S>& memory) {
+  RingPlace<kRawStages> place;
+  RingPlace<kItemSlots> slots;
+  for (;; slots.step()) {
+    barrier_wait(memory.item_full(slots.stage), slots.parity);
+    const TileItem item = memory.slot(slots.stage).item;
+    if (item.expert < 0) return;
+    barrier_arrive(memory.item_empty(slots.stage));
+    if (item.chunks == 0) continue;
+    const int strips = min(p.strips - item.tile * kTileStrips, kTileStrips);
+    const uint8_t* source = p.weights + item.expert * p.expert_bytes +
+                            static_cast<int64_t>(item.tile) * kTileStrips * p.strip_bytes;
+#pragma unroll 1
+    for (int left = p.records - 1; left >= 0; --left, place.step()) {
+      const uint32_t bytes = record_bytes(Storage::kMxfp4, left > 0 ? 2 : p.tail_halves);
+      const uint32_t full = memory.raw_full(place.stage), to = memory.raw(place.stage);
+      barrier_wait(memory.raw_empty(place.stage), place.parity ^ 1);
+      barrier_expect_bytes(full, strips * bytes);
+      for (int strip = 0; strip < strips; ++strip) {
+        bulk_copy(to + strip * kRawPitch, source + strip * p.strip_bytes, bytes, full);
+      }
+      source += bytes;
     }
   }
 }

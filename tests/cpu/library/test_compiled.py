@@ -182,6 +182,14 @@ def test_prefill_keeps_its_tiles_in_the_workspace(library: Library) -> None:
     assert library.moe_gemm_workspace(small) == 0
 
 
+def test_tables_of_too_many_experts_are_not_expanded_beside(library: Library) -> None:
+    """They would not fit into shared memory beside the tiles; AUTO then takes the plan that gathers."""
+    large = {"tokens": 65536, "max_tokens": 65536, "scale_mode": ScaleMode.STATIC}
+    sizes = [library.moe_gemm_workspace(arguments(**large, experts=count)) for count in (384, 385)]
+    blocks = 4 * 65536 // 256 + 384
+    assert 0 <= sizes[0] + 31 * 23 * (128 + 4) - sizes[1] - blocks * 23 * 256 * 4 <= 1024
+
+
 def test_prefill_refuses_what_it_cannot_do(library: Library) -> None:
     filled = {"weights": 4096, "x": 4096, "x_scale": 4096, "expert_offsets": 4096, "row_slots": 4096, "out": 4096}
     for changes, words in (({"k_split": 2}, "keeps K whole, k_split is 2"), ({"n": 100}, "n is 100, no multiple of 8")):
