@@ -45,10 +45,11 @@ def copy_experts(model: GptOssModel, options: EngineOptions) -> None:
     began = time.monotonic()
     most_tokens = options.resolved(model.device.type).step_tokens
     most_bytes = copies_bytes(options, free, model.expert_copies_bytes(most_tokens))
-    layers, size = model.copy_experts(most_bytes, most_tokens)
+    gate_up, down, size = model.copy_experts(most_bytes, most_tokens)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     log.info(
-        "FP8 copies of experts for steps of many tokens: %d of %d layers, %.1f of %.1f GiB that were free, in %.1f s",
-        layers, model.config.num_layers, size / (1 << 30), free / (1 << 30), time.monotonic() - began,
+        "FP8 copies of experts for steps of many tokens: gate_up of %d and down of %d of %d layers, %.1f of the "
+        "%.1f GiB that were free, in %.1f s",
+        gate_up, down, model.config.num_layers, size / (1 << 30), free / (1 << 30), time.monotonic() - began,
     )  # fmt: skip

@@ -149,6 +149,7 @@ class Attention:
 
 
 Prepared = tuple[torch.Tensor, torch.Tensor, str]  # weight, scale, layout
+GATE_UP, DOWN = 0, 1  # products of Experts
 
 
 class Experts:
@@ -181,25 +182,28 @@ class Experts:
         self._activation = (config.swiglu_limit, config.swiglu_alpha)
         self._h_group = H_GROUPS[formats.h_scale]
         self._group = group
-        self._prefill: tuple[Prepared, ...] | None = None
+        self._prefill: list[Prepared | None] = [None, None]  # of GATE_UP, of DOWN
         storage = "mxfp4" if formats.experts == "mxfp4" else "fp8"
         choices = plan.choices("experts", (storage, self._local[1], config.hidden_size, width))
         self._prefill_from: int | None = -(-PREFILL_ROWS * self._local[1] // self._top_k)  # tokens
         if choices is not None:
             self._prefill_from = choices.least("tiles")
 
-    def prefill_bytes(self, most_tokens: int) -> int:
-        """Bytes of an FP8 copy of both products' weights; 0 where no step of up to `most_tokens` would read it."""
+    def prefill_bytes(self, most_tokens: int) -> tuple[int, int]:
+        """Bytes of an FP8 copy of gate_up's weights and of down's; 0 where no step of up to `most_tokens` would read
+        it."""
         if self._h_group or not self._is_prefill(most_tokens):
-            return 0
-        parts = zip(("gate_up", "down"), (self._gate_up, self._down), self._shapes, strict=True)
-        sizes = [prefill_bytes(f"moe_{part}", weight, layout, shape) for part, (weight, _, layout), shape in parts]
-        return sum(sizes) if all(sizes) else 0
+            return 0, 0
+        (gate_up, _, gate_up_layout), (down, _, down_layout) = self._gate_up, self._down
+        return (
+            prefill_bytes("moe_gate_up", gate_up, gate_up_layout, self._shapes[0]),
+            prefill_bytes("moe_down", down, down_layout, self._shapes[1]),
+        )
 
-    def copy_for_prefill(self) -> None:
-        """Makes that copy."""
-        parts = zip((self._gate_up, self._down), self._shapes, strict=True)
-        self._prefill = tuple(prefill_experts(weight, scale, shape) for (weight, scale, _), shape in parts)
+    def copy_for_prefill(self, part: int) -> None:
+        """Makes the copy of GATE_UP or DOWN."""
+        weight, scale, _ = (self._gate_up, self._down)[part]
+        self._prefill[part] = prefill_experts(weight, scale, self._shapes[part])
 
     @property
     def layout(self) -> str:
@@ -236,11 +240,10 @@ class Experts:
     def _is_prefill(self, tokens: int) -> bool:
         return self._prefill_from is not None and tokens >= self._prefill_from
 
-    def _weights(self, tokens: int) -> tuple[Prepared, ...]:
-        """Both products' for a step of so many tokens."""
-        if self._prefill is not None and self._is_prefill(tokens):
-            return self._prefill
-        return self._gate_up, self._down
+    def _weights(self, tokens: int) -> tuple[Prepared, Prepared]:
+        """gate_up's and down's for a step of so many tokens."""
+        gate_up, down = self._prefill if self._is_prefill(tokens) else (None, None)
+        return gate_up or self._gate_up, down or self._down
 
     def _slots(
         self, residual: torch.Tensor, delta: torch.Tensor, updated: torch.Tensor, step: Step
