@@ -111,6 +111,23 @@ __device__ __forceinline__ void copies_wait_all() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// `bytes`, a multiple of 16, from shared to device memory; part of the calling thread's next
+// bulk_stores_commit.
+__device__ __forceinline__ void bulk_store(void* target, uint32_t source, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target),
+               "r"(source), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_stores_commit() {
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+
+// Waits for all that the calling thread has committed.
+__device__ __forceinline__ void bulk_stores_wait() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // `bytes`, a multiple of 16, to the second-level cache.
 __device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t bytes) {
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");

@@ -36,17 +36,23 @@ cudaError_t launch(const Params& params, const LaunchOptions& options) {
 }
 
 cudaError_t sort_rows(const Params& params, const LaunchOptions& options) {
+  const int tokens = sort_tokens(params.x_rows, params.k, options.multiprocessors);
+  const int bytes = sort_shared_bytes(tokens, params.k, params.experts);
+  if (tokens == 0) return cudaErrorInvalidValue;
+  const cudaError_t error =
+      cudaFuncSetAttribute(sort_rows_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(ceil_div(params.rows, kSortRows));
+  config.gridDim = dim3(ceil_div(params.x_rows, tokens));
   config.blockDim = dim3(kSortThreads);
-  config.dynamicSmemBytes = sort_shared_bytes(params.experts);
+  config.dynamicSmemBytes = bytes;
   config.stream = options.stream;
   config.attrs = &attribute;
   config.numAttrs = options.dependent_launch ? 1 : 0;
-  return cudaLaunchKernelEx(&config, sort_rows_kernel, params);
+  return cudaLaunchKernelEx(&config, sort_rows_kernel, params, tokens);
 }
 
 template <bool kGateUp, Storage kStorage>
