@@ -345,7 +345,7 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_rmsnorm_quant(const gptoss_trt_rmsno
 typedef struct gptoss_trt_rmsnorm_route_args {
   uint32_t size;              /* sizeof(gptoss_trt_rmsnorm_route_args) */
   uint32_t flags;             /* GPTOSS_TRT_ROUTE_* bits */
-  int32_t tokens;             /* T, 1 to 512 */
+  int32_t tokens;             /* T, 1 to 512; 32,768 with up to 32 experts and H up to 3072 */
   int32_t hidden;             /* H, a multiple of 8 up to 4096 */
   int32_t experts;            /* of the model, 4 to 128 */
   int32_t first_expert;       /* of this rank */

@@ -74,7 +74,7 @@ OPS = {
         re.compile(r"(mxfp4|fp8) ([1-9]\d*)x([1-9]\d*)x([1-9]\d*)"),
         re.compile("auto|decode|prefill|tiles"), "auto, decode, prefill, tiles", {},
     ),
-    # cluster: one kernel; pieces: norm, cuBLAS, choice and sorting.
+    # cluster: one kernel; pieces: norm, cuBLAS, choice and sorting, or a kernel for the first three, and sorting.
     "rmsnorm_route": Op(_NK, re.compile("triton|cluster|pieces"), "triton, cluster, pieces", {"cluster": 512}),
 }  # fmt: skip
 

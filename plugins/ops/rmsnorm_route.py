@@ -1,5 +1,5 @@
-"""rmsnorm_route on libgptoss_trt.so: steps of decode in one kernel, prompts with cuBLAS's product and the library's
-norm and sorting; what the library does not take goes to Triton.
+"""rmsnorm_route on libgptoss_trt.so: steps of decode in one kernel, prompts of few experts in one and a sorting kernel,
+of many with cuBLAS's product and the library's norm and sorting; what the library does not take goes to Triton.
 
 Invariant: which of them runs depends on shapes and the plan (plan.py) alone, so a captured graph fixes it. Must not
 know layers.
@@ -25,6 +25,9 @@ LEAST_TOKENS = 8
 # Experts, and up to how many tokens the clusters of one kernel run side by side: 10.3 us for 256 tokens of 32 experts,
 # where the pieces take 14.3, and 19.0 for 256 of 128 experts, where they take 15.1.
 MOST_FEW_TOKENS = ((32, 256), (128, 128), (sys.maxsize, 0))
+# Of more tokens than RESIDENT_TOKENS the library takes norm, product and choice in one kernel, where the router fits
+# into a multiprocessor's shared memory.
+RESIDENT_TOKENS, RESIDENT_EXPERTS, RESIDENT_HIDDEN = 512, 32, 3072
 MOST_TOKENS = 1 << 15
 MOST_EXPERTS = 128
 TOP_K = 4
@@ -51,6 +54,11 @@ def kernels_for(tokens: int, hidden: int, experts: int, top_k: int) -> str:
     return "cluster" if tokens <= next(most for up_to, most in MOST_FEW_TOKENS if experts <= up_to) else "pieces"
 
 
+def is_resident(tokens: int, hidden: int, experts: int) -> bool:
+    """Whether `pieces` of a call are the library's kernel with the router in shared memory."""
+    return tokens > RESIDENT_TOKENS and experts <= RESIDENT_EXPERTS and hidden <= RESIDENT_HIDDEN
+
+
 def rmsnorm_route(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
@@ -75,7 +83,7 @@ def rmsnorm_route(
     )  # fmt: skip
 
 
-def rmsnorm_route_few(
+def rmsnorm_route_library(
     residual: torch.Tensor,
     delta: torch.Tensor | None,
     weight: torch.Tensor,
@@ -90,7 +98,8 @@ def rmsnorm_route_few(
     scales: torch.Tensor,
     *routed: torch.Tensor,
 ) -> None:
-    """In one kernel; a token's result does not depend on the others."""
+    """By the library alone: one kernel up to RESIDENT_TOKENS, above them two where `is_resident`. A token's result does
+    not depend on the others."""
     expert_ids, expert_weights, expert_offsets, active_experts, row_slots = routed
     stream = torch.cuda.current_stream(residual.device).cuda_stream
     args = RmsnormRouteArgs(
@@ -136,8 +145,14 @@ def rmsnorm_route_many(
     scales: torch.Tensor,
     *routed: torch.Tensor,
 ) -> None:
-    """Norm, product, choice and sorting one after the other."""
+    """Norm, product, choice and sorting one after the other, or the library's kernel for the first three."""
     tokens, experts = len(residual), len(router)
+    if is_resident(tokens, residual.shape[1], experts):
+        rmsnorm_route_library(
+            residual, delta, weight, eps, router, router_bias, token_count, first_expert, num_local_experts, updated,
+            quantised, scales, *routed,
+        )  # fmt: skip
+        return
     expert_ids, expert_weights, *rows = routed
     normed = torch.empty_like(residual)
     library_norm.add_and_norm(residual, delta, updated, weight, eps, (normed, quantised, scales))
@@ -149,7 +164,7 @@ def rmsnorm_route_many(
 
 _KERNELS: dict[str, Callable[..., None]] = {
     "triton": triton_route.rmsnorm_route,
-    "cluster": rmsnorm_route_few,
+    "cluster": rmsnorm_route_library,
     "pieces": rmsnorm_route_many,
 }
 

@@ -167,8 +167,9 @@ def routed(tokens: int, experts: int) -> list[torch.Tensor]:
 
 
 def routing_cluster() -> None:
-    """Norm and routing in one kernel, of both its shapes; in pieces; rows of many tokens sorted."""
-    for tokens, hidden, experts in ((8, 256, 8), (17, 1032, 32), (9, 520, 40), (21, 264, 128)):
+    """Norm and routing in one kernel, of both its shapes; in pieces, with a router that stays; rows of many tokens
+    sorted."""
+    for tokens, hidden, experts in ((8, 256, 8), (17, 1032, 32), (9, 520, 40), (21, 264, 128), (530, 392, 20)):
         residual, delta, gain = (bf16(*size).cuda() for size in ((tokens, hidden), (tokens, hidden), (hidden,)))
         router = (bf16(experts, hidden).cuda(), bf16(experts).cuda())
         count = torch.tensor([tokens - 1], dtype=torch.int32, device="cuda")

@@ -67,6 +67,16 @@ class GroupDivision {
   float lift_, scale_, inverse_;
 };
 
+__device__ __forceinline__ uint2 codes_of(const float (&values)[8], const GroupDivision& divide) {
+  uint32_t codes[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    codes[i] = __nv_cvt_float2_to_fp8x2(
+        make_float2(divide(values[2 * i]), divide(values[2 * i + 1])), __NV_SATFINITE, __NV_E4M3);
+  }
+  return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+}
+
 // Sixteen neighbouring lanes have a group of 128 values, eight each; all lanes of a warp come here.
 // The lane's codes, and the group's scale, where the lane's values are `present`.
 __device__ __forceinline__ uint2 quantise_group(const float (&values)[8], bool present,
@@ -80,14 +90,7 @@ __device__ __forceinline__ uint2 quantise_group(const float (&values)[8], bool p
   }
   if (!present) return make_uint2(0, 0);
   *scale = group_scale(most);
-  const GroupDivision divide(*scale);
-  uint32_t codes[4];
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    codes[i] = __nv_cvt_float2_to_fp8x2(
-        make_float2(divide(values[2 * i]), divide(values[2 * i + 1])), __NV_SATFINITE, __NV_E4M3);
-  }
-  return make_uint2(codes[0] | codes[1] << 16, codes[2] | codes[3] << 16);
+  return codes_of(values, GroupDivision(*scale));
 }
 
 // Of a row's sum of squares: what its values are multiplied by.

@@ -16,12 +16,17 @@ using Args = gptoss_trt_rmsnorm_route_args;
 constexpr const char* kCall = "rmsnorm_route";
 constexpr int kHiddenStep = 8;  // a lane has eight columns
 
+// The router of a call of more than kFewTokens stays in shared memory.
+bool is_resident(const Args& args) {
+  return args.experts <= kResidentExperts && args.hidden <= kResidentHidden;
+}
+
 gptoss_trt_status check_sizes(const Args* args) {
   gptoss_trt_status status = check_struct(kCall, args);
   if (status != GPTOSS_TRT_OK) return status;
   const Range ranges[] = {
       {"flags", args->flags, 0, GPTOSS_TRT_ROUTE_DEPENDENT_LAUNCH},
-      {"tokens", args->tokens, 1, kFewTokens},
+      {"tokens", args->tokens, 1, is_resident(*args) ? kMostTokens : kFewTokens},
       {"hidden", args->hidden, kHiddenStep, kMostBlocks * kColumns},
       {"experts", args->experts, kTopK, kMostExperts},
       {"first_expert", args->first_expert, 0, args->experts - 1},
@@ -81,8 +86,9 @@ gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
   p.rows = {args.expert_ids, args.expert_offsets, args.active_experts, args.row_slots,
             args.tokens,     args.first_expert,   args.local_experts};
   const LaunchOptions options{(args.flags & GPTOSS_TRT_ROUTE_DEPENDENT_LAUNCH) != 0,
-                              static_cast<cudaStream_t>(stream)};
-  const cudaError_t error = launch_rmsnorm_route(p, options);
+                              multiprocessors, static_cast<cudaStream_t>(stream)};
+  const cudaError_t error =
+      args.tokens > kFewTokens ? launch_resident(p, options) : launch_rmsnorm_route(p, options);
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 
@@ -117,7 +123,7 @@ gptoss_trt_status launch_rows(const RowsArgs& args, gptoss_trt_stream stream) {
   const RowsParams p{args.expert_ids, args.expert_offsets, args.active_experts, args.row_slots,
                      args.tokens,     args.first_expert,   args.local_experts};
   const LaunchOptions options{(args.flags & GPTOSS_TRT_ROUTE_DEPENDENT_LAUNCH) != 0,
-                              static_cast<cudaStream_t>(stream)};
+                              multiprocessors, static_cast<cudaStream_t>(stream)};
   const cudaError_t error = launch_route_rows(p, options);
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kRowsCall, "launch", error);
 }

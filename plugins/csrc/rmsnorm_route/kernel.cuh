@@ -3,9 +3,9 @@
 //
 // A cluster has a tile of tokens, each of its blocks 512 columns of them, so that the sum of
 // squares and the logits cross shared memory of the cluster instead of a kernel boundary. A block's
-// part of the router lies in registers before the wait for the kernel ahead. Few tokens: tiles of
-// 8, whose experts a cluster's first block chooses, and the cluster that comes last sorts the rows.
-// Many: tiles of 32 in turn, chosen by all blocks, and a kernel of one cluster that sorts.
+// part of the router lies in registers before the wait for the kernel ahead. A cluster's first
+// block chooses the experts of its 8 tokens, and the cluster that comes last sorts the rows. Many
+// tokens have a kernel of their own (resident.cuh).
 //
 // Invariant: sums are added in an order that the hidden size alone decides, so a token's results
 // have the same bits whatever stands beside it; rows are ordered by (expert, token, slot).
@@ -17,6 +17,7 @@
 #include "core/bf16.cuh"
 #include "core/cluster.cuh"
 #include "core/ptx.cuh"
+#include "rmsnorm_route/choose.cuh"
 #include "rmsnorm_route/params.h"
 #include "rmsnorm_route/sort.cuh"
 
@@ -25,16 +26,6 @@ namespace gptoss::rmsnorm_route {
 constexpr int kLoads = kColumns / (32 * 8);  // of eight columns a lane, of a token
 // 16-bit numbers of a token in shared memory: neighbours lie 16 banks apart.
 constexpr int kPitch = kColumns + 32;
-
-// c[16, 8] += a[16, 16] b[16, 8], bf16.
-__device__ __forceinline__ void multiply(float (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2,
-                                         uint32_t a3, uint32_t b0, uint32_t b1) {
-  asm volatile(
-      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
-      "{%8, %9}, {%0, %1, %2, %3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
 
 // kExpertTiles: of 16 experts.
 template <int kExpertTiles>
@@ -152,68 +143,6 @@ __device__ __forceinline__ void normalise(const Params& p, int token, int first,
   }
 }
 
-// In the order of (bf16 logit, lowest index); the least for an expert that is not there.
-__device__ __forceinline__ int order(float logit, int expert, bool present) {
-  if (!present) return INT32_MIN;
-  if (logit == 0.0f) logit = 0.0f;  // -0 ties with 0
-  const int bits = static_cast<int>(__float_as_uint(logit)) >> 16;
-  return (bits < 0 ? bits ^ 0x7FFF : bits) * 65536 + (65535 - expert);
-}
-
-// One warp: the token's experts and their weights.
-template <int kPitch>
-__device__ __forceinline__ void choose(const Params& p, int token, bool real,
-                                       const float (*sums)[kPitch], const float* bias) {
-  constexpr int kEach = kMostExperts / 32;
-  const int lane = threadIdx.x % 32;
-  int key[kEach];
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    const int expert = lane + 32 * i;
-    const bool present = expert < p.experts;
-    float logit = 0.0f;
-    if (present) {
-      for (int block = 0; block < p.blocks; ++block) {
-        logit += sums[block * kTokens][expert];
-      }
-      logit = bf16_value(bf16_bits(logit + bias[expert]));
-    }
-    key[i] = order(logit, expert, present);
-  }
-  int chosen[kTopK];
-#pragma unroll
-  for (int slot = 0; slot < kTopK; ++slot) {
-    int most = key[0];
-#pragma unroll
-    for (int i = 1; i < kEach; ++i) most = max(most, key[i]);
-    chosen[slot] = __reduce_max_sync(kAll, most);
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (key[i] == chosen[slot]) key[i] = INT32_MIN;
-    }
-  }
-  float weight[kTopK], sum = 0.0f;
-#pragma unroll
-  for (int slot = 0; slot < kTopK; ++slot) {
-    const int ordered = chosen[slot] >> 16;
-    weight[slot] =
-        __uint_as_float(static_cast<uint32_t>(ordered < 0 ? ordered ^ 0x7FFF : ordered) << 16);
-  }
-  const float first = weight[0];
-#pragma unroll
-  for (int slot = 0; slot < kTopK; ++slot) sum += weight[slot] = __expf(weight[slot] - first);
-  if (lane != 0) return;
-  int ids[kTopK];
-#pragma unroll
-  for (int slot = 0; slot < kTopK; ++slot) {
-    ids[slot] = real ? 65535 - (chosen[slot] & 65535) : -1;
-    weight[slot] = real ? bf16_value(bf16_bits(__fdividef(weight[slot], sum))) : 0.0f;
-  }
-  reinterpret_cast<int4*>(p.expert_ids_out)[token] = make_int4(ids[0], ids[1], ids[2], ids[3]);
-  reinterpret_cast<float4*>(p.expert_weights)[token] =
-      make_float4(weight[0], weight[1], weight[2], weight[3]);
-}
-
 // Logits of a block's columns, to the cluster's first block.
 template <typename S>
 __device__ __forceinline__ void multiply_tile(const Router<S>& router, Forming<S>& forming,
@@ -283,7 +212,8 @@ __global__ void __launch_bounds__(kThreads, S::kTiles <= 2 ? 2 : 1)
   multiply_tile(router, forming, block);
   cluster_sync();
   if (block != 0) return;
-  if (token < p.rows.tokens) choose(p, token, token < real, &forming.sums[0][warp], forming.bias);
+  if (token < p.rows.tokens)
+    choose<kMostExperts>(p, token, token < real, &forming.sums[0][warp], forming.bias);
   __threadfence();
   __syncthreads();
   if (gridDim.x > p.blocks) {

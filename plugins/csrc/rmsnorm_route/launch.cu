@@ -1,6 +1,7 @@
 #include <algorithm>
 
 #include "rmsnorm_route/kernel.cuh"
+#include "rmsnorm_route/resident.cuh"
 
 namespace gptoss::rmsnorm_route {
 namespace {
@@ -46,6 +47,16 @@ cudaError_t launch_rmsnorm_route(Params params, const LaunchOptions& options) {
   params.blocks = ceil_div(params.hidden, kColumns);
   return params.experts <= 32 ? launch_shape<Shape<2>>(params, options)
                               : launch_shape<Shape<8>>(params, options);
+}
+
+cudaError_t launch_resident(Params params, const LaunchOptions& options) {
+  params.blocks = ceil_div(params.hidden, kWarpColumns);
+  const int tiles = ceil_div(params.rows.tokens, kTokens);
+  const Grid grid{std::min(tiles, options.multiprocessors), 1, kResidentThreads, sizeof(Resident)};
+  const auto kernel = params.delta != nullptr ? rmsnorm_route_resident_kernel<true>
+                                              : rmsnorm_route_resident_kernel<false>;
+  const cudaError_t error = launch(kernel, params, grid, options);
+  return error == cudaSuccess ? launch_route_rows(params.rows, options) : error;
 }
 
 cudaError_t launch_route_rows(const RowsParams& params, const LaunchOptions& options) {

@@ -18,8 +18,14 @@ constexpr int kGroup = 128;     // channels that share a scale
 constexpr int kTopK = 4;
 constexpr int kMostExperts = 128;
 constexpr int kFewTokens = 512;  // whose rows one block of rmsnorm_route sorts
-constexpr int kSortBlocks = 8;   // of the cluster that sorts the rows of more tokens
-constexpr int kSortWarps = 32;   // of each
+// Where the router stays in shared memory while many tokens pass.
+constexpr int kTeams = 2;       // of warps in a block, each with tiles of kTokens
+constexpr int kTeamWarps = 12;  // of a team, each with kWarpColumns of its tokens
+constexpr int kWarpColumns = 256;
+constexpr int kResidentExperts = 32;
+constexpr int kResidentHidden = kTeamWarps * kWarpColumns;
+constexpr int kSortBlocks = 8;  // of the cluster that sorts the rows of more tokens
+constexpr int kSortWarps = 32;  // of each
 constexpr int kMostTokens = 1 << 15;
 
 struct RowsParams {
@@ -48,17 +54,19 @@ struct Params {
   float eps;
   int hidden;
   int experts;
-  int blocks;  // of a cluster
+  int blocks;  // of a cluster, or warps of a team that have columns: parts of a sum
   RowsParams rows;
 };
 
 struct LaunchOptions {
   bool dependent_launch;
+  int multiprocessors;
   cudaStream_t stream;
 };
 
-// Fills in params.blocks.
+// Each fills in params.blocks. Resident: up to kResidentExperts and kResidentHidden.
 cudaError_t launch_rmsnorm_route(Params params, const LaunchOptions& options);
+cudaError_t launch_resident(Params params, const LaunchOptions& options);
 cudaError_t launch_route_rows(const RowsParams& params, const LaunchOptions& options);
 
 }  // namespace gptoss::rmsnorm_route

@@ -8,11 +8,10 @@
 
 #include "core/cluster.cuh"
 #include "core/ptx.cuh"
+#include "rmsnorm_route/choose.cuh"
 #include "rmsnorm_route/params.h"
 
 namespace gptoss::rmsnorm_route {
-
-constexpr uint32_t kAll = 0xFFFFFFFFu;
 
 // The inclusive sum over lanes.
 __device__ __forceinline__ int lanes_up_to(int value) {

@@ -403,8 +403,10 @@ def test_dense_fp8_of_nothing(library: Library) -> None:
     ("changes", "words"),
     [
         ({"flags": 2}, "flags is 2, outside 0 to 1"),
-        ({"tokens": 0}, "tokens is 0, outside 1 to 512"),
-        ({"tokens": 513}, "tokens is 513, outside 1 to 512"),
+        ({"tokens": 0}, "tokens is 0, outside 1 to 32768"),
+        ({"tokens": 513, "experts": 33}, "tokens is 513, outside 1 to 512"),
+        ({"tokens": 513, "hidden": 3080}, "tokens is 513, outside 1 to 512"),
+        ({"tokens": 32769}, "tokens is 32769, outside 1 to 32768"),
         ({"hidden": 4104}, "hidden is 4104, outside 8 to 4096"),
         ({"hidden": 2884}, "hidden is 2884, no multiple of 8"),
         ({"experts": 129}, "experts is 129, outside 4 to 128"),

@@ -31,6 +31,22 @@ def test_what_the_library_takes(tokens: int, hidden: int, experts: int, top_k: i
     assert rmsnorm_route.kernels_for(tokens, hidden, experts, top_k) == names[kernels]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "experts", "resident"),
+    [
+        (512, 2880, 32, False),
+        (513, 2880, 32, True),
+        (513, 3072, 4, True),
+        (8192, 3080, 32, False),
+        (8192, 2880, 33, False),
+    ],
+)
+def test_whose_router_stays_in_shared_memory(tokens: int, hidden: int, experts: int, resident: bool) -> None:
+    from gptoss_trt.ops import rmsnorm_route
+
+    assert rmsnorm_route.is_resident(tokens, hidden, experts) == resident
+
+
 @pytest.mark.parametrize(("hidden", "taken"), [(8, True), (2880, True), (4096, True), (4104, False), (2884, False)])
 def test_rows_that_the_librarys_norm_takes(hidden: int, taken: bool) -> None:
     from gptoss_trt.ops import rmsnorm_quant
