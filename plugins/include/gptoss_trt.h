@@ -264,9 +264,13 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few
 
 /* ---- dense_fp8: FP8 128x128 products of any number of tokens, on tensor cores ---------------- */
 
+/* out = bf16(out + the product rounded to bf16): out is a residual in bf16, read and written by the
+ * same threads. With parts 0 or 1 and tiles of 128 or 256 tokens. */
+#define GPTOSS_TRT_DENSE_ADDS 2u
+
 typedef struct gptoss_trt_dense_fp8_args {
   uint32_t size;          /* sizeof(gptoss_trt_dense_fp8_args) */
-  uint32_t flags;         /* GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH or 0 */
+  uint32_t flags;         /* GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH, GPTOSS_TRT_DENSE_ADDS */
   int32_t out_dtype;      /* gptoss_trt_dtype */
   int32_t tokens;         /* at least 0 */
   int32_t n;              /* rows of weight, a multiple of 8 */
@@ -357,7 +361,7 @@ typedef struct gptoss_trt_rmsnorm_route_args {
   const void* router;         /* bf16 [experts, H] */
   const void* bias;           /* bf16 [experts] */
   const int32_t* token_count; /* [1]: tokens behind the first so many are routed nowhere; or null */
-  void* updated;              /* bf16 [T, H], another than residual */
+  void* updated;              /* bf16 [T, H], another than residual; without delta it may be that */
   void* quantised;            /* e4m3 [T, H] */
   float* scales;              /* [ceil(H / 128), T] */
   int32_t* expert_ids;        /* [T, 4], 16-byte aligned, -1 for padding; as in the op */

@@ -251,6 +251,7 @@ _RULES: dict[str, Callable[[str, Values, Sizes], None]] = {
     "moe_combine_norm": _both_or_neither,
     "act_quant": _act_quant,
     "dense_fp8": _dense_fp8,
+    "dense_fp8_add": _dense_fp8,
     "kv_slots": _block_tokens,
     "rope_kv_append": _rope,
     "attention_prefill": _attention,

@@ -74,6 +74,20 @@ def dense_fp8(
     out.copy_(dense_reference.dense(act_dequant(x, x_scale), product, bias))
 
 
+def dense_fp8_add(
+    x: Tensor,
+    x_scale: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor,
+    segments: list[int],
+    bias: Tensor | None,
+    residual: Tensor,
+) -> None:
+    delta = torch.empty_like(residual)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, delta)
+    residual.copy_(residual.float() + delta.float())
+
+
 def kv_slots(
     positions: Tensor,
     query_start: Tensor,

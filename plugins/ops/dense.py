@@ -28,6 +28,8 @@ COLUMNS = {DenseFormat.BF16: 32, DenseFormat.FP8: 64}  # K is a multiple of them
 MOST_ROWS = 1 << 14  # the lm head has more: its blocks of threads follow each other too slowly here (FP8: tiles 151 us)
 SEGMENT_ROWS = 8
 HEAD_DIM = 64  # that the library's dense_fp8 rotates
+ADDING_TILES = (0, 128, 256)  # tokens of a tile, 0 left to the library
+LEAST_ADDING = 512  # tokens: of fewer the library would cut K
 TILE_COLUMNS = 16  # dense_fp8 of the library: K is a multiple of them
 _OUT_DTYPES = {torch.bfloat16: OutDtype.BF16, torch.float32: OutDtype.FP32}
 _OPS = {DenseFormat.BF16: "dense", DenseFormat.FP8: "dense_fp8"}  # of a plan
@@ -102,6 +104,33 @@ def dense_fp8(
         dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, out, tiles)
 
 
+def dense_fp8_add(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py: one kernel where the library's tiles keep K whole. Runs on the current
+    stream. Raises LibraryError when a call fails."""
+    tiles = tiles_for(len(x), *weight.shape)
+    if takes_addition(x, weight, segments, tiles):
+        dense_fp8_add_tiles(x, x_scale, weight, weight_scale, segments, bias, residual, tiles)
+    else:
+        delta = torch.empty_like(residual)
+        dense_fp8(x, x_scale, weight, weight_scale, segments, bias, delta)
+        residual.add_(delta)
+
+
+def takes_addition(x: torch.Tensor, weight: torch.Tensor, segments: list[int], tiles: Tiles) -> bool:
+    """Whether dense_fp8_add goes to `dense_fp8_add_tiles`, cut as `tiles` says."""
+    whole = tiles.tokens in ADDING_TILES and tiles.parts <= 1
+    fits = len(segments) <= triton_dense.MAX_SEGMENTS and takes_tiles(x, weight, segments)
+    return len(x) >= LEAST_ADDING and whole and fits
+
+
 def takes_rotation(weight: torch.Tensor, q: torch.Tensor, k_cache: torch.Tensor) -> bool:
     """Whether `dense_fp8_tiles` can end with rotation and append: heads of 64 columns, a bf16 cache."""
     block_tokens = k_cache.shape[2]
@@ -157,6 +186,23 @@ def dense_fp8_tiles(
     """dense_fp8 on tensor cores, cut as `tiles` says. Runs on the current stream. Raises LibraryError when the call
     fails."""
     _launch_tiles(_tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, out, tiles), x.device)
+
+
+def dense_fp8_add_tiles(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+    tiles: Tiles,
+) -> None:
+    """dense_fp8_add in one kernel, cut as `tiles` says: 128 or 256 tokens, K whole. Runs on the current stream. Raises
+    LibraryError when the call fails."""
+    args = _tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, residual, tiles)
+    args.flags |= library.DENSE_ADDS
+    _launch_tiles(args, x.device)
 
 
 def _tiles_arguments(

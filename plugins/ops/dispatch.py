@@ -20,9 +20,9 @@ Implementation = Callable[..., None]
 _KERNELS = "gptoss_trt.triton_kernels"
 INVARIANT = "invariant"  # the implementation whose results do not depend on the batch (invariant.py)
 _INVARIANT_OPS = (
-    "dense", "dense_fp8", "rmsnorm_quant", "rmsnorm_route", "moe_route", "moe_combine",
-    "moe_combine_norm", "attention_prefill", "attention_decode", "attention_prefill_quant", "attention_decode_quant",
-    "dense_fp8_rope_kv_append", "moe_gate_up", "moe_down",
+    "dense", "dense_fp8", "dense_fp8_add", "dense_fp8_rope_kv_append", "rmsnorm_quant",
+    "rmsnorm_route", "moe_route", "moe_combine", "moe_combine_norm", "attention_prefill", "attention_decode",
+    "attention_prefill_quant", "attention_decode_quant", "moe_gate_up", "moe_down",
 )  # fmt: skip
 
 # (op, implementation's name) -> "module:function".
@@ -32,6 +32,7 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("act_quant", "triton"): f"{_KERNELS}.act_quant:act_quant",
     ("dense", "triton"): f"{_KERNELS}.dense:dense",
     ("dense_fp8", "triton"): f"{_KERNELS}.dense:dense_fp8",
+    ("dense_fp8_add", "triton"): f"{_KERNELS}.dense:dense_fp8_add",
     ("kv_slots", "triton"): f"{_KERNELS}.rope_kv_append:kv_slots",
     ("rope_kv_append", "triton"): f"{_KERNELS}.rope_kv_append:rope_kv_append",
     ("attention_prefill", "triton"): f"{_KERNELS}.attention:attention_prefill",
@@ -56,6 +57,7 @@ _TARGETS: dict[tuple[str, str], str] = {
     ("dense_fp8_rope_kv_append", "cuda"): "gptoss_trt.ops.dense:dense_fp8_rope_kv_append",
     ("dense", "cuda"): "gptoss_trt.ops.dense:dense",
     ("dense_fp8", "cuda"): "gptoss_trt.ops.dense:dense_fp8",
+    ("dense_fp8_add", "cuda"): "gptoss_trt.ops.dense:dense_fp8_add",
     ("rmsnorm_quant", "cuda"): "gptoss_trt.ops.rmsnorm_quant:rmsnorm_quant",
     ("moe_combine_norm", "cuda"): "gptoss_trt.ops.rmsnorm_quant:moe_combine_norm",
     ("rmsnorm_route", "cuda"): "gptoss_trt.ops.rmsnorm_route:rmsnorm_route",

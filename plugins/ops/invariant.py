@@ -27,6 +27,7 @@ EXPERTS = moe_gemm_fp8.Options(Plan.WGMMA, k_split=1, flags=library.DEPENDENT_LA
 
 dense = dense_invariant.dense
 dense_fp8 = dense_invariant.dense_fp8
+dense_fp8_add = dense_invariant.dense_fp8_add
 
 
 def dense_fp8_rope_kv_append(

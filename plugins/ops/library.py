@@ -70,6 +70,7 @@ class DenseFormat(IntEnum):
 
 
 DEPENDENT_LAUNCH = 1
+DENSE_ADDS = 2
 ROUTING_READY = 2
 
 

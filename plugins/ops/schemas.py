@@ -91,6 +91,13 @@ _TABLE = (
         ceil(segment / 128), ceil(K / 128)]; bias bf16 [N] or None; out bf16 or fp32 [T, N].""",
     ),
     OpSchema(
+        "dense_fp8_add",
+        "Tensor x, Tensor x_scale, Tensor weight, Tensor weight_scale, int[] segments, Tensor? bias, "
+        "Tensor(a!) residual",
+        """residual = bf16(residual + p), p the bf16 output of dense_fp8: one phase. Shapes as in that; residual bf16
+        [T, N].""",
+    ),
+    OpSchema(
         "kv_slots",
         "Tensor positions, Tensor query_start, Tensor block_table, Tensor? first_block, int block_tokens, "
         "Tensor(a!) slots",
@@ -199,7 +206,7 @@ _TABLE = (
         "Tensor(g!) active_experts, Tensor(h!) row_slots",
         """rmsnorm_quant, then moe_route of its norm: updated = bf16(residual + delta); (quantised, scales) =
         act_quant(norm(updated), 128); the rest as moe_route(norm(updated), router, router_bias, ...). The residual is
-        read only, and `updated` is another tensor.
+        read only, and `updated` is another tensor; without delta it may be the residual itself.
 
         Shapes as in those two; router bf16 [all experts, H].""",
     ),

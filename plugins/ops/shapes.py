@@ -99,6 +99,14 @@ TENSORS: dict[str, tuple[TensorShape, ...]] = {
         TensorShape("bias", "N", _BF16),
         TensorShape("out", "T N", _WIDE),
     ),
+    "dense_fp8_add": (
+        TensorShape("x", "T K", FP8),
+        TensorShape("x_scale", "K/128 T", F32),
+        TensorShape("weight", "N K", FP8),
+        TensorShape("weight_scale", "_ K/128", F32),
+        TensorShape("bias", "N", _BF16),
+        TensorShape("residual", "T N", _BF16),
+    ),
     "kv_slots": (
         TensorShape("positions", "T", _I32),
         TensorShape("block_table", "S _", _I32),

@@ -127,3 +127,18 @@ def dense_fp8(
         x, x_scale, weight, weight_scale, bias, out, tokens, rows,
         K=channels, S0=first[0], S1=first[1], TILE_T=tile, BIAS=bias is not None, num_warps=4, **DEPENDENT,
     )  # fmt: skip
+
+
+def dense_fp8_add(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Raises as dense_fp8."""
+    delta = torch.empty_like(residual)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, delta)
+    residual.add_(delta)

@@ -93,6 +93,21 @@ def dense_fp8(
     _launch(x, x_scale, weight, weight_scale, segments, bias, out, FP8_STEP)
 
 
+def dense_fp8_add(
+    x: torch.Tensor,
+    x_scale: torch.Tensor,
+    weight: torch.Tensor,
+    weight_scale: torch.Tensor,
+    segments: list[int],
+    bias: torch.Tensor | None,
+    residual: torch.Tensor,
+) -> None:
+    """The op of that name; see ops/schemas.py. Raises as dense_fp8."""
+    delta = torch.empty_like(residual)
+    dense_fp8(x, x_scale, weight, weight_scale, segments, bias, delta)
+    residual.add_(delta)
+
+
 def _launch(
     x: torch.Tensor,
     x_scale: torch.Tensor | None,

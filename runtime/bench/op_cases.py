@@ -18,6 +18,7 @@ from gptoss_trt.ops import attention_flashinfer, ops
 from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
 from gptoss_trt.runtime.model.graph_shapes import padded_width
+from gptoss_trt.runtime.model.layers import ADDING_TOKENS
 from gptoss_trt.runtime.model.random_tensors import RandomTensors
 
 E4M3 = torch.float8_e4m3fn
@@ -116,13 +117,18 @@ class Cases:
     def _dense(self, tokens: int, head_rows: int) -> list[Case]:
         config = self._config
         qkv, out = "layers.0.attention.qkv", "layers.0.attention.out"
-        return [
+        products = [
             self._product("qkv", qkv, tokens, config.hidden_size, qkv_segments(config, Mapping())),
             self._product("out", out, tokens, config.q_size, ()),
             self._product("lm_head", "lm_head", head_rows, config.hidden_size, ()),
         ]
+        if self._formats.dense == "fp8_block128" and tokens >= ADDING_TOKENS:
+            products.append(self._product("out", out, tokens, config.q_size, (), adds=True))
+        return products
 
-    def _product(self, what: str, stem: str, tokens: int, columns: int, segments: tuple[int, ...]) -> Case:
+    def _product(
+        self, what: str, stem: str, tokens: int, columns: int, segments: tuple[int, ...], *, adds: bool = False
+    ) -> Case:
         fp8 = self._formats.dense == "fp8_block128"
         first = self._tensors[f"{stem}.weight"]
         rows = first.shape[0]
@@ -138,11 +144,13 @@ class Cases:
         scale = self._tensors[f"{stem}.weight_scale"]
         values, scales = self._quantised(tokens, columns)
         ops.act_quant(x, 128, values, scales)
+        op = ops.dense_fp8_add if adds else ops.dense_fp8
 
         def call(i: int) -> None:
-            ops.dense_fp8(values, scales, weights[i], scale, list(segments), None, out)
+            op(values, scales, weights[i], scale, list(segments), None, out)
 
-        return Case("dense_fp8", what, call, copies, moved, fp8_flop=flop)
+        moved += 2.0 * out.numel() if adds else 0.0
+        return Case("dense_fp8_add" if adds else "dense_fp8", what, call, copies, moved, fp8_flop=flop)
 
     def _tables(self, sequences: int, context: int, window: int) -> tuple[torch.Tensor, torch.Tensor | None, int]:
         """Block table, first block and number of blocks of sequences of `context` tokens each."""

@@ -20,6 +20,7 @@ from gptoss_trt.runtime.model.loader import RankWeights
 from gptoss_trt.runtime.model.step import Ends, Pool, Step
 
 E4M3 = torch.float8_e4m3fn
+ADDING_TOKENS = 512  # from which on an FP8 `out` ends with the residual's addition; few are added by the norm
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Dense:
         ops.dense_fp8(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, out)
         return out
 
+    def add_to(self, residual: torch.Tensor, x: Normed) -> None:
+        """residual += the product of a quantised activation, rounded to bf16 on the way."""
+        ops.dense_fp8_add(x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, residual)
+
     def rope_kv_append(self, x: Normed, rotation: tuple[Any, ...]) -> None:
         """The product of a quantised activation, and the op of that name with it; `rotation` is what that op takes
         behind qkv."""
@@ -115,9 +120,11 @@ class Attention:
         step: Step,
         kv: tuple[torch.Tensor, torch.Tensor],
         cos_sin: torch.Tensor,
+        residual: torch.Tensor,
         ends: Ends | None = None,
-    ) -> torch.Tensor:
-        """What this layer adds to the residual, bf16 [T, H], or [S, H] of the rows of `ends`. Appends to kv."""
+    ) -> torch.Tensor | None:
+        """What this layer adds to the residual, bf16 [T, H], or [S, H] of the rows of `ends`; None where it has added
+        it, in place. Appends to kv."""
         pool = step.window if self._window else step.full
         q = self._query(x, step, pool, kv, cos_sin)
         if ends is not None:
@@ -132,6 +139,9 @@ class Attention:
         else:
             prefill = ops.attention_prefill_quant if self.out.fp8 else ops.attention_prefill
             prefill(q, *kv, *where, step.query_start, step.context_lens, *how, *outputs)
+        if self.out.fp8 and ends is None and self._group.size == 1 and len(residual) >= ADDING_TOKENS:
+            self.out.add_to(residual, out)
+            return None
         return reduce_partial(lambda dtype: self.out(out, dtype), self._group)
 
     def _query(
@@ -219,10 +229,11 @@ class Experts:
         return self._down[0]
 
     def __call__(
-        self, residual: torch.Tensor, delta: torch.Tensor, step: Step, following: Norm | None
+        self, residual: torch.Tensor, delta: torch.Tensor | None, step: Step, following: Norm | None
     ) -> tuple[torch.Tensor, Normed | None]:
-        """(residual + delta + experts of its norm, `following`'s norm of that; None without one)."""
-        updated = torch.empty_like(residual)
+        """(residual + delta + experts of its norm, `following`'s norm of that; None without one). Without delta the
+        residual is updated in place."""
+        updated = residual if delta is None else torch.empty_like(residual)
         ids, rows = self._slots(residual, delta, updated, step)
         if self._group.size > 1:
             more = reduce_partial(lambda dtype: self._combine(rows, ids, dtype), self._group)
@@ -246,7 +257,7 @@ class Experts:
         return gate_up or self._gate_up, down or self._down
 
     def _slots(
-        self, residual: torch.Tensor, delta: torch.Tensor, updated: torch.Tensor, step: Step
+        self, residual: torch.Tensor, delta: torch.Tensor | None, updated: torch.Tensor, step: Step
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Expert ids int32 [T, k] and weighted expert rows by (token, slot), bf16 [T, k, H] (fp32 among ranks), of the
         norm of residual + delta, which goes into `updated`."""

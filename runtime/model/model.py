@@ -139,7 +139,7 @@ class GptOssModel:
                 self.tap.take(n, residual)
             if ends_only and n + 1 == self.config.num_layers:
                 ends = Ends.of(batch)
-            delta = attention(normed, step, self._kv.layer(n), self._cos_sin, ends)
+            delta = attention(normed, step, self._kv.layer(n), self._cos_sin, residual, ends)
             if ends is not None:
                 residual, step = residual[ends.rows], dataclasses.replace(step, token_count=ends.count)
             following = self._attention[n + 1].norm if n + 1 < self.config.num_layers else None

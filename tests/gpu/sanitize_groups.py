@@ -117,7 +117,7 @@ def fp8_product(tokens: int, rows: int, columns: int, segments: list[int]) -> tu
 
 
 def dense_tiles() -> None:
-    """dense_fp8 in every shape of the library's, tails of all sizes."""
+    """dense_fp8 in every shape of the library's, tails of all sizes; added to a residual where a tile can be."""
     for tokens, rows, columns, segments in ((5, 264, 272, [128, 64, 72]), (300, 200, 400, [])):
         case = fp8_product(tokens, rows, columns, segments)
         bias = bf16(rows).cuda()
@@ -125,6 +125,8 @@ def dense_tiles() -> None:
             for dtype in (torch.bfloat16, torch.float32):
                 out = poisoned(tokens, rows, dtype=dtype).cuda()
                 library_dense.dense_fp8_tiles(*case, segments, bias, out, tiles)
+            if tiles.tokens in library_dense.ADDING_TILES and tiles.parts == 1:
+                library_dense.dense_fp8_add_tiles(*case, segments, bias, bf16(tokens, rows).cuda(), tiles)
 
 
 def dense_rotation() -> None:

@@ -10,7 +10,7 @@ import torch
 from moe_case import SHORT_SUM, SHORT_SUM_TOLERANCE, SUM_TOLERANCE, Guarded, worst
 
 import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
-from gptoss_trt.ops.dense import CHOSEN, Tiles, dense_fp8_tiles
+from gptoss_trt.ops.dense import CHOSEN, Tiles, dense_fp8_add_tiles, dense_fp8_tiles
 from gptoss_trt.reference.act_quant import act_quant
 
 E4M3 = torch.float8_e4m3fn
@@ -136,6 +136,27 @@ def test_a_bias_far_above_the_products(tiles: Tiles, dtype: torch.dtype) -> None
     if dtype == torch.float32:  # products are there beside the bias
         wanted = case.reference()[0] - case.bias.double()
         assert float((without - wanted).norm() / wanted.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("tiles", [Tiles(128, 1), Tiles(256, 1), CHOSEN], ids=str)
+@pytest.mark.parametrize(
+    ("tokens", "rows", "columns"),
+    [(1, 8, 16), (127, 200, 192), (300, 2880, 4096), (1029, 2888, 272), (4100, 2880, 128)],
+)
+@pytest.mark.parametrize("bias", [1.0, None])
+def test_addition_to_a_residual(tiles: Tiles, tokens: int, rows: int, columns: int, bias: float | None) -> None:
+    """The bits of the product and torch's addition; twice, so that what was read is what was there."""
+    case = Case(tokens, rows, columns, bias_scale=bias)
+    got = Guarded((tokens, rows), torch.bfloat16)
+    residual = torch.randn(tokens, rows, device="cuda").mul(30).to(torch.bfloat16)
+    got.tensor.copy_(residual)
+    delta = case.run(Tiles(max(tiles.tokens, 128), 1))
+    for _ in range(2):
+        dense_fp8_add_tiles(case.x, case.x_scale, case.weight, case.weight_scale, [], case.bias, got.tensor, tiles)
+        residual += delta
+    torch.cuda.synchronize()
+    got.check()
+    assert_same(got.tensor, residual)
 
 
 def test_without_bias() -> None:

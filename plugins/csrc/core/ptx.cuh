@@ -133,6 +133,11 @@ __device__ __forceinline__ void prefetch_to_l2(const void* source, uint32_t byte
   asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(source), "r"(bytes) : "memory");
 }
 
+// The 128 bytes around `source` to the second-level cache.
+__device__ __forceinline__ void prefetch_line(const void* source) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u128(uint32_t address, uint32_t x, uint32_t y,
                                                   uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),

@@ -20,6 +20,22 @@ constexpr int kMostBlockTokens = 64;
 
 constexpr int blocks_of(int rows) { return (rows + kBlock - 1) / kBlock; }
 
+bool is_adding(const Args& args) { return (args.flags & GPTOSS_TRT_DENSE_ADDS) != 0; }
+
+// To a residual in bf16, by tiles that keep K whole.
+gptoss_trt_status check_addition(const Args& args) {
+  if (args.k_cache != nullptr) {
+    return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: results are added and rotated");
+  }
+  const Range ranges[] = {
+      {"out_dtype", args.out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_BF16},
+      {"parts", args.parts, 0, 1},
+      {"tile_tokens", args.tile_tokens == 0 ? kMostTile : args.tile_tokens, 2 * kLeastTile,
+       kMostTile},
+  };
+  return check_ranges(kCall, ranges);
+}
+
 // q, k and v in whole heads.
 gptoss_trt_status check_rotation(const Args& args) {
   const int64_t kv_rows = int64_t{args.kv_heads} * kHeadDim;
@@ -50,7 +66,7 @@ gptoss_trt_status check_sizes(const Args* args) {
   };
   const Stepped sizes[] = {
       {{"out_dtype", args->out_dtype, GPTOSS_TRT_BF16, GPTOSS_TRT_FP32}, 1},
-      {{"flags", args->flags, 0, GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH}, 1},
+      {{"flags", args->flags, 0, GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH | GPTOSS_TRT_DENSE_ADDS}, 1},
       {{"tokens", args->tokens, 0, INT32_MAX / 2}, 1},
       {{"n", args->n, kSegmentStep, INT32_MAX / 2}, kSegmentStep},
       {{"k", args->k, 16, INT32_MAX / 2}, 16},  // what a tensor map's rows may be apart
@@ -70,6 +86,10 @@ gptoss_trt_status check_sizes(const Args* args) {
   }
   if (args->tile_tokens == 3 * kLeastTile) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: tile_tokens is 192, not 64, 128 or 256");
+  }
+  if (is_adding(*args)) {
+    const auto status = check_addition(*args);
+    if (status != GPTOSS_TRT_OK) return status;
   }
   if (args->k_cache != nullptr) {
     const auto status = check_rotation(*args);
@@ -106,6 +126,7 @@ Plan plan_of(const Args& args, const Params& p, int multiprocessors) {
   Plan plan = choose_plan(p.tokens, p.tiles, p.k_blocks, multiprocessors);
   if (args.tile_tokens != 0) plan = {args.tile_tokens, 1};
   if (args.parts != 0 && plan.tile_tokens != kMostTile) plan.parts = args.parts;
+  if (is_adding(args)) plan = {std::max(plan.tile_tokens, 2 * kLeastTile), 1};
   return plan;
 }
 
@@ -135,7 +156,7 @@ gptoss_trt_status launch(const Args& args, gptoss_trt_stream stream) {
   while (1 << p.block_shift < args.block_tokens) ++p.block_shift;
   const Plan plan = plan_of(args, p, multiprocessors);
   const LaunchOptions options{(args.flags & GPTOSS_TRT_DENSE_DEPENDENT_LAUNCH) != 0,
-                              multiprocessors, static_cast<cudaStream_t>(stream)};
+                              is_adding(args), multiprocessors, static_cast<cudaStream_t>(stream)};
   const cudaError_t error = launch_dense_fp8(plan, p, {args.x, args.weight, args.k}, options);
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }

@@ -43,23 +43,30 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
 }
 
-template <bool kTurns>
+template <End kEnd>
 cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& tensors,
                          const LaunchOptions& options) {
   const bool split = params.parts > 1;
   switch (tile_tokens) {
     case 64:
-      return split ? launch<Shape<64, 8, true, kTurns>>(params, tensors, options)
-                   : launch<Shape<64, 8, false, kTurns>>(params, tensors, options);
+      return split ? launch<Shape<64, 8, true, kEnd>>(params, tensors, options)
+                   : launch<Shape<64, 8, false, kEnd>>(params, tensors, options);
     case 128:
-      return split ? launch<Shape<128, 6, true, kTurns>>(params, tensors, options)
-                   : launch<Shape<128, 6, false, kTurns>>(params, tensors, options);
+      return split ? launch<Shape<128, 6, true, kEnd>>(params, tensors, options)
+                   : launch<Shape<128, 6, false, kEnd>>(params, tensors, options);
     case 256:
       return split ? cudaErrorInvalidValue
-                   : launch<Shape<256, 4, false, kTurns>>(params, tensors, options);
+                   : launch<Shape<256, 4, false, kEnd>>(params, tensors, options);
     default:
       return cudaErrorInvalidValue;
   }
+}
+
+// Many tokens only.
+cudaError_t launch_adding(int tile_tokens, const Params& params, const Tensors& tensors,
+                          const LaunchOptions& options) {
+  return tile_tokens == 256 ? launch<Shape<256, 4, false, End::kAdd>>(params, tensors, options)
+                            : launch<Shape<128, 6, false, End::kAdd>>(params, tensors, options);
 }
 
 }  // namespace
@@ -67,9 +74,10 @@ cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& t
 cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& tensors,
                              const LaunchOptions& options) {
   params.parts = plan.parts;
+  if (options.adds) return launch_adding(plan.tile_tokens, params, tensors, options);
   return params.k_cache != nullptr
-             ? launch_shape<true>(plan.tile_tokens, params, tensors, options)
-             : launch_shape<false>(plan.tile_tokens, params, tensors, options);
+             ? launch_shape<End::kRotate>(plan.tile_tokens, params, tensors, options)
+             : launch_shape<End::kStore>(plan.tile_tokens, params, tensors, options);
 }
 
 }  // namespace gptoss::dense_fp8

@@ -17,6 +17,7 @@ struct Tensors {
 
 struct LaunchOptions {
   bool dependent_launch;
+  bool adds;  // to what the output holds; tiles of 128 or 256 tokens that keep K whole
   int multiprocessors;
   cudaStream_t stream;
 };

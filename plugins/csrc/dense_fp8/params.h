@@ -13,11 +13,14 @@ constexpr int kMostParts = 8;    // of K, as many as a cluster has blocks
 constexpr int kSegmentStep = 8;  // segments are multiples of it: a thread stores eight columns
 constexpr int kHeadDim = 64;     // of q, k and v
 
+// Of a tile: the results are stored, rotated and kept (rotate.cuh), or added to what `out` holds.
+enum class End { kStore, kRotate, kAdd };
+
 struct Params {
   const float* x_scale;       // [k_blocks, tokens]
   const float* weight_scale;  // [tiles, k_blocks]: a tile is a block of the weight
   const uint16_t* bias;       // bf16 bits [n], or null
-  void* out;                  // bf16 or fp32 [tokens, n]
+  void* out;                  // bf16 or fp32 [tokens, n]; with End::kAdd a residual in bf16
   int tokens;
   int n;
   int k_blocks;

@@ -66,7 +66,50 @@ __device__ __forceinline__ int token_of(const Lane<S>& lane, const Tile& tile, i
   return tile.token + lane.token + i / 2 * 64 + i % 2 * 8;
 }
 
-// The same of heads that are turned (q, k) or kept in the cache (k, v): a head's halves of a token
+// bf16(`out` + bf16(sum)) of a whole K to `out`. All of the thread's words are asked for at once.
+template <typename S>
+__device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
+                                         const Sums<S>& sum) {
+  constexpr int kRows = 2 * S::kHalves, kWords = S::kColumns / 32;
+  const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
+  const auto place = [&](int row, int word) {
+    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) +
+                                    static_cast<int64_t>(token_of(lane, tile, row)) * p.n +
+                                    tile.row + first + 32 * word);
+  };
+  const auto present = [&](int row, int word) {
+    return token_of(lane, tile, row) < p.tokens && first + 32 * word < tile.rows;
+  };
+  uint4 held[kRows][kWords];
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      held[i][j] = present(i, j) ? *place(i, j) : make_uint4(0, 0, 0, 0);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
+      uint32_t words[4];
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const float* pair = sum[i / 2] + 4 * (4 * j + k) + 2 * (i % 2);
+        words[k] = bf16_pair(pair[0], pair[1]);
+      }
+      turn_quad(words);
+      float total[8], own[8];
+      widen(held[i][j], total);
+      widen(make_uint4(words[0], words[1], words[2], words[3]), own);
+#pragma unroll
+      for (int k = 0; k < 8; ++k) total[k] += own[k];
+      if (present(i, j)) *place(i, j) = narrow(total);
+    }
+  }
+}
+
+// The ends of heads that are turned (q, k) or kept in the cache (k, v): a head's halves of a token
 // are in one thread. Three copies without branches: one with a branch for each pair of columns took
 // 27 us more for 8,192 tokens than store_tile.
 template <typename S, bool kTurned, bool kKept>

@@ -22,11 +22,12 @@ constexpr int kPartPitch = kBlock + 8;  // floats of a token's sums: rows begin 
 constexpr int kConsumerRegisters = 224;
 constexpr int kProducerRegisters = 56;
 
-// kTokens: of a tile. kSplit: a cluster's blocks have parts of K.
-template <int kTileTokens, int kRingStages, bool kParts, bool kTurns>
+// kTokens: of a tile. kSplit: a cluster's blocks have parts of K. kRotates, kAdds: the tile's end.
+template <int kTileTokens, int kRingStages, bool kParts, End kEnd>
 struct Shape {
   static constexpr int kTokens = kTileTokens, kStages = kRingStages;
-  static constexpr bool kSplit = kParts, kRotates = kTurns;
+  static constexpr bool kSplit = kParts;
+  static constexpr bool kRotates = kEnd == End::kRotate, kAdds = kEnd == End::kAdd;
   // Of a warpgroup: rows of 64 tokens and columns of each.
   static constexpr int kHalves = kTokens == 256 ? 2 : 1;
   static constexpr int kColumns = kTokens == 64 ? kBlock / kConsumers : kBlock;

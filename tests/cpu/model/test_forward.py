@@ -17,7 +17,7 @@ from gptoss_trt.reference.forward import Architecture, ReferenceModel
 from gptoss_trt.reference.product import ExactProduct, Product
 from gptoss_trt.reference.rope import RopeConfig
 from gptoss_trt.reference.rounding import ENGINE, UNQUANTISED, Numerics
-from gptoss_trt.runtime.model import StepBatch, load_model
+from gptoss_trt.runtime.model import StepBatch, layers, load_model
 
 MakeEngine = Callable[..., Path]
 
@@ -84,6 +84,20 @@ def test_engine_equals_the_reference_in_its_formats(
     plain = _reference(engine, UNQUANTISED).forward(torch.tensor(ids))
     quantised = (actual - plain).norm(dim=1) / plain.norm(dim=1)
     assert 1e-3 < quantised.median() < 0.3  # FP8 and bf16 cost something, but not the model
+
+
+def test_the_residual_that_out_adds_has_the_bits_of_the_norms(
+    make_engine: MakeEngine, scheduler: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine(experts="fp8_block128", dense="fp8_block128")
+    ids, calls, add_to = _prompt(40), [], layers.Dense.add_to
+    monkeypatch.setattr(layers.Dense, "add_to", lambda *call: calls.append(call) or add_to(*call))
+    want = scheduler(load_model(engine)).step({"a": ids}, rows="all")
+    assert not calls
+    monkeypatch.setattr(layers, "ADDING_TOKENS", 40)
+    model = load_model(engine)
+    assert torch.equal(scheduler(model).step({"a": ids}, rows="all"), want)
+    assert len(calls) == model.config.num_layers
 
 
 def test_zeroed_experts_change_the_answer(make_engine: MakeEngine) -> None:

@@ -39,6 +39,26 @@ def test_takes(
     assert dense.takes(dense_format, x, weight, segments) == taken
 
 
+@pytest.mark.parametrize(
+    ("tokens", "columns", "tiles", "taken"),
+    [
+        (511, 4096, "", False),
+        (512, 4096, "", True),
+        (512, 4096, "few", True),
+        (512, 4096, "64/1", False),
+        (512, 4096, "128/1", True),
+        (512, 4096, "128/2", False),
+        (8192, 4096, "256/1", True),
+        (8192, 4104, "256/1", False),
+    ],
+)
+def test_which_products_end_with_an_addition(tokens: int, columns: int, tiles: str, taken: bool) -> None:
+    from gptoss_trt.ops import dense
+
+    x, weight = torch.empty(tokens, columns, device="meta"), torch.empty(2880, columns, device="meta")
+    assert dense.takes_addition(x, weight, [], dense._tiles_of(tiles)) == taken
+
+
 def test_no_tokens_ask_nothing_of_the_library() -> None:
     """Nor is there one on this machine."""
     from gptoss_trt.ops import dense
@@ -51,5 +71,6 @@ def test_no_tokens_ask_nothing_of_the_library() -> None:
     x = empty(0, 256, dtype=fp8), empty(2, 0, dtype=torch.float32)
     weight = empty(640, 256, dtype=fp8), empty(6, 2, dtype=torch.float32)
     dense.dense_fp8(*x, *weight, segments, None, empty(0, 640, dtype=bf16))
+    dense.dense_fp8_add(*x, *weight, segments, None, empty(0, 640, dtype=bf16))
     angles, q, cache = empty(4, 64, dtype=torch.float32), empty(0, 8, 64, dtype=bf16), empty(1, 1, 64, 64, dtype=bf16)
     dense.dense_fp8_rope_kv_append(*x, *weight, segments, None, ints, angles, ints, 1.0, 1.0, q, cache, cache)

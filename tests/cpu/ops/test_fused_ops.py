@@ -56,6 +56,19 @@ def test_dense_fp8_rope_kv_append(tokens: int, random: Random, outputs: Outputs)
         ops.dense_fp8_rope_kv_append(*product[:4], [192, 64, 128], None, *rotation, 1.0, 1.0, *got)
 
 
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_dense_fp8_add(tokens: int, random: Random, outputs: Outputs) -> None:
+    weight = fp8_block.quantise(random(192, 320, dtype=_F32))
+    product = (*act_quant(random(tokens, 320)), weight.weight, weight.scale, [], random(192))
+    delta, residual = outputs(tokens, 192, dtype=_BF16), random(tokens, 192)
+    ops.dense_fp8(*product, delta)
+    want = (residual.float() + delta.float()).to(_BF16)
+    ops.dense_fp8_add(*product, residual)
+    assert _same([residual], [want])
+    with pytest.raises(ArgumentError, match="weight_scale has 2 rows, segments need 3"):
+        ops.dense_fp8_add(*product[:4], [64, 64, 64], None, residual)
+
+
 @pytest.mark.parametrize("prefill", [False, True])
 def test_quantised_attention(prefill: bool, random: Random, outputs: Outputs) -> None:
     q = random(2, _HEADS, _D)
