@@ -178,8 +178,8 @@ typedef struct gptoss_trt_attention_args {
   int32_t plan;      /* 0 = chosen from the shape. Decode: 1, 2, 3 = two, four, eight warps a
                         block, 4 = eight, a cut every 4,096 keys and any number of tokens a
                         sequence: a token's bits depend on its position and its keys alone.
-                        Prefill: 1, 2 = blocks of 24 or 16 queries and 128 keys, 3 = windows of up
-                        to 178 */
+                        Prefill: 1 = tiles of 24 queries, no window, 2 = of 16, 3, 4 = strips of
+                        up to 512 or 128 tokens, a window of 128 */
   int32_t parts;     /* decode, no window: cut of a sequence's keys, at most 32; 0 = chosen from
                         tokens, kv_heads and table_width. Results are equal bit for bit for
                         equal cuts only. */

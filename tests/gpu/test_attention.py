@@ -17,6 +17,7 @@ OPS = torch.ops.gptoss_trt
 D, GROUP, BLOCK_TOKENS = 64, 8, 64
 TOLERANCE = 2**-6  # worst element of a row over the row's largest
 DECODE_PLANS = (0, 1, 2, 3)
+PREFILL_PLANS = {0: (0, 1, 2), 128: (0, 2, 3, 4)}
 REPEATS = 200
 
 
@@ -153,13 +154,15 @@ def test_decode_with_smaller_blocks(block_tokens: int) -> None:
         ([3000], [512]),
         ([777], [777]),
         ([40 + i for i in range(40)], [1 + i % 9 for i in range(40)]),
+        ([8, 9, 63, 64, 65, 127, 128, 136, 1025], [8, 3, 63, 64, 1, 127, 2, 9, 1025]),
+        ([100 + i for i in range(150)], [1] * 149 + [70]),
     ],
-    ids=["ragged", "chunk", "one", "many"],
+    ids=["ragged", "chunk", "one", "many", "edges", "hundreds"],
 )
 def test_prefill_in_every_plan(contexts: list[int], fresh: list[int], window: int, kv_heads: int) -> None:
     case = Paged.make(contexts, fresh, window, kv_heads, padding=30)
     want, card = case.prefill(), case.cuda()
-    for plan in (0, 1, 2, 3) if window else (0, 1, 2):
+    for plan in PREFILL_PLANS[window]:
         got = card.prefill(options(plan))
         assert worst(got, want) < TOLERANCE, plan
         assert torch.count_nonzero(got[-30:]) == 0
@@ -176,7 +179,7 @@ def test_quantised_output_is_that_of_the_other(window: int, kv_heads: int) -> No
             assert_quantises(card.decode(chosen), *card.quantised(False, chosen))
     card = Paged.make([300, 1, 129, 70, 1000], [300, 1, 129, 5, 200], window, kv_heads, padding=30).cuda()
     card.q[7] *= 1e4  # one key's value alone
-    for plan in (0, 1, 2, 3) if window else (0, 1, 2):
+    for plan in PREFILL_PLANS[window]:
         assert_quantises(card.prefill(options(plan)), *card.quantised(True, options(plan)))
     few = Paged.make([300, 129, 20], [3, 1, 5], window, kv_heads, padding=3).cuda()
     assert_quantises(few.prefill(), *few.quantised(True))
@@ -195,21 +198,24 @@ def test_a_chunk_gives_what_the_whole_prompt_gives() -> None:
     assert worst(torch.cat(parts), whole.cpu()) < TOLERANCE
 
 
+@pytest.mark.parametrize("window", [0, 128])
 @pytest.mark.parametrize("slope", ["older larger", "newer larger", "far below 0", "one step", "one key"])
-def test_prefill_of_scores_far_apart(slope: str) -> None:
+def test_prefill_of_scores_far_apart(slope: str, window: int) -> None:
     """Weights are relative to a base that follows a row's largest score only when it must."""
-    case = Paged.make([700, 130], [400, 130], 0, kv_heads=2)
-    blocks, rows = case.table[0, :11].long(), torch.arange(704).view(11, 1, BLOCK_TOKENS, 1)
+    case = Paged.make([700, 130], [400, 130], window, kv_heads=2)
+    first = 0 if case.first is None else int(case.first[0])
+    kept = 11 - first
+    blocks, rows = case.table[0, :kept].long(), torch.arange(64 * first, 704).view(kept, 1, BLOCK_TOKENS, 1)
     common = torch.ones(D, dtype=torch.bfloat16)
     factor, offset = {
         "older larger": (12 - rows / 60, 0), "newer larger": (rows / 60, 0), "far below 0": (1, -40 * common),
-        "one step": (1, 30 * common * (rows < 350)), "one key": (1, 3000 * common * (rows == 233)),
+        "one step": (1, 30 * common * (rows < 350)), "one key": (1, 3000 * common * (rows == 333)),
     }[slope]  # fmt: skip
     case.k[blocks] = (case.k[blocks] * factor + offset).to(torch.bfloat16)
     case.q += 3 * common
     case.sinks -= 2000
     want, card = case.prefill(), case.cuda()
-    for plan in (1, 2):
+    for plan in PREFILL_PLANS[window][1:]:
         assert worst(card.prefill(options(plan)), want) < TOLERANCE, plan
 
 
@@ -221,6 +227,15 @@ def test_the_sink_counts_once(sink: float) -> None:
     card.starts = torch.tensor([0, 1, 2], dtype=torch.int32, device="cuda")
     for got in (card.decode(options(0, 1)), card.decode(options(0, 8)), card.prefill(options(0))):
         assert worst(got, want) < TOLERANCE
+
+
+@pytest.mark.parametrize("sink", [60.0, -30.0, -900.0])
+def test_sinks_far_from_the_scores_of_a_window(sink: float) -> None:
+    case = Paged.make([600, 40], [500, 40], 128, kv_heads=2)
+    case.sinks = torch.full_like(case.sinks, sink)
+    want, card = case.prefill(), case.cuda()
+    for plan in PREFILL_PLANS[128][1:]:
+        assert worst(card.prefill(options(plan)), want) < TOLERANCE, plan
 
 
 def test_results_repeat_under_load() -> None:

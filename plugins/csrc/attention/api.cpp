@@ -24,7 +24,7 @@ constexpr int kMaxQueries = 8;   // tokens of a sequence in a decode call
 constexpr int kLeastBlockTokens = 16;
 constexpr int kMostBlockTokens = 64;
 constexpr int kDecodePlans = kFixedPlan;
-constexpr int kPrefillPlans = 3;
+constexpr int kPrefillPlans = 4;
 
 gptoss_trt_status check_sizes(const Args* args, int plans) {
   gptoss_trt_status status = check_struct(kCall, args);
@@ -135,12 +135,14 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
     status = fail(GPTOSS_TRT_UNSUPPORTED, "attention_prefill: block_tokens is %" PRId32 ", not 64",
                   args.block_tokens);
   }
-  const PrefillKind kind = prefill_plan(args);
-  const bool too_wide = args.window == 0 || args.window > kMostWindow;
-  if (status == GPTOSS_TRT_OK && kind == PrefillKind::kWindow && too_wide) {
+  const PrefillPlan plan = prefill_plan(args);
+  const bool strips =
+      plan.kind == PrefillKind::kLongStrips || plan.kind == PrefillKind::kShortStrips;
+  const int window = strips ? kWindowKeys : plan.kind == PrefillKind::kFull ? 0 : args.window;
+  if (status == GPTOSS_TRT_OK && args.window != window) {
     status = fail(GPTOSS_TRT_UNSUPPORTED,
-                  "attention_prefill: plan %" PRId32 " takes windows of 1 to %d, not %" PRId32,
-                  args.plan, kMostWindow, args.window);
+                  "attention_prefill: plan %" PRId32 " takes a window of %d, not %" PRId32,
+                  args.plan, window, args.window);
   }
   int multiprocessors = 0;
   if (status == GPTOSS_TRT_OK) status = check_card(kCall, &multiprocessors);
@@ -160,8 +162,9 @@ gptoss_trt_status prefill(const Args& args, gptoss_trt_stream stream) {
   p.table_width = args.table_width;
   p.blocks = args.blocks;
   p.window = args.window;
+  p.strip = plan.strip;
   const PrefillTensors tensors{args.q, args.k_cache, args.v_cache};
-  const cudaError_t error = launch_prefill(p, tensors, kind, options_of(args, stream));
+  const cudaError_t error = launch_prefill(p, tensors, plan, options_of(args, stream));
   return error == cudaSuccess ? GPTOSS_TRT_OK : cuda_failure(kCall, "launch", error);
 }
 

@@ -25,7 +25,7 @@ struct PrefillTensors {
 };
 
 cudaError_t launch_prefill(const PrefillParams& params, const PrefillTensors& tensors,
-                           PrefillKind kind, const LaunchOptions& options);
+                           const PrefillPlan& plan, const LaunchOptions& options);
 
 }  // namespace gptoss::attention
 

@@ -1,7 +1,9 @@
 #include <algorithm>
 
 #include "attention/launch.h"
-#include "attention/prefill_kernel.cuh"
+#include "attention/prefill_full.cuh"
+#include "attention/prefill_sums.cuh"
+#include "attention/prefill_window.cuh"
 #include "core/tensor_map.h"
 
 namespace gptoss::attention {
@@ -26,16 +28,15 @@ cudaError_t encode_map(CUtensorMap* map, const void* base, int rank, int64_t row
   return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
 }
 
-template <int kConsumers, int kKeys, int kStages, PrefillStyle kStyle>
-cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
-                   const LaunchOptions& options) {
-  using Shape = PrefillShape<kConsumers, kKeys, kStages, kStyle>;
-  const auto kernel = attention_prefill_kernel<Shape>;
+// `queries`: tokens of a box of q.
+template <class Shape, class Kernel>
+cudaError_t launch(Kernel kernel, const PrefillParams& params, const PrefillTensors& tensors,
+                   int queries, dim3 grid, const LaunchOptions& options) {
   const int64_t rows = static_cast<int64_t>(params.blocks) * params.kv_heads * kPageKeys;
   CUtensorMap q_map, k_map, v_map;
   cudaError_t error =
       encode_map(&q_map, tensors.q, 3, static_cast<int64_t>(params.kv_heads) * kGroup,
-                 params.tokens, kGroup, Shape::kQueries);
+                 params.tokens, kGroup, queries);
   if (error == cudaSuccess) error = encode_map(&k_map, tensors.k, 2, rows, 1, kPageKeys, 1);
   if (error == cudaSuccess) error = encode_map(&v_map, tensors.v, 2, rows, 1, kPageKeys, 1);
   if (error == cudaSuccess) {
@@ -47,8 +48,7 @@ cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim =
-      dim3(params.tokens / Shape::kQueries + std::max(1, params.sequences), params.kv_heads);
+  config.gridDim = grid;
   config.blockDim = dim3(Shape::kThreads);
   config.dynamicSmemBytes = Shape::kSharedBytes;
   config.stream = options.stream;
@@ -57,17 +57,35 @@ cudaError_t launch(const PrefillParams& params, const PrefillTensors& tensors,
   return cudaLaunchKernelEx(&config, kernel, params, q_map, k_map, v_map);
 }
 
+template <int kGroups, int kPages, int kBlocks>
+cudaError_t launch_strips(const PrefillParams& params, const PrefillTensors& tensors,
+                          const LaunchOptions& options) {
+  using Shape = WindowShape<kGroups, kPages, kBlocks>;
+  const int strips = params.tokens / params.strip + 2 * std::max(1, params.sequences);
+  return launch<Shape>(attention_window_kernel<Shape>, params, tensors, kGroupQueries,
+                       dim3(strips, params.kv_heads), options);
+}
+
 }  // namespace
 
 cudaError_t launch_prefill(const PrefillParams& params, const PrefillTensors& tensors,
-                           PrefillKind kind, const LaunchOptions& options) {
-  switch (kind) {
-    case PrefillKind::kWide:
-      return launch<3, 64, 8, PrefillStyle::kWide>(params, tensors, options);
-    case PrefillKind::kSums:
-      return launch<2, 128, 3, PrefillStyle::kSums>(params, tensors, options);
-    case PrefillKind::kWindow:
-      return launch<2, 64, kWindowStages, PrefillStyle::kWindow>(params, tensors, options);
+                           const PrefillPlan& plan, const LaunchOptions& options) {
+  const int sequences = std::max(1, params.sequences);
+  switch (plan.kind) {
+    case PrefillKind::kFull: {
+      const int tiles = params.tokens / FullShape::kQueries + sequences;
+      return launch<FullShape>(attention_full_kernel, params, tensors, FullShape::kQueries,
+                               dim3(std::min(tiles * params.kv_heads, plan.blocks)), options);
+    }
+    case PrefillKind::kSums: {
+      const int tiles = params.tokens / SumsShape::kQueries + sequences;
+      return launch<SumsShape>(attention_sums_kernel, params, tensors, SumsShape::kQueries,
+                               dim3(tiles, params.kv_heads), options);
+    }
+    case PrefillKind::kLongStrips:
+      return launch_strips<4, kLongStripPages, 1>(params, tensors, options);
+    case PrefillKind::kShortStrips:
+      return launch_strips<2, kShortStripPages, 2>(params, tensors, options);
   }
   return cudaErrorInvalidValue;
 }

@@ -55,6 +55,7 @@ struct PrefillParams {
   int table_width;
   int blocks;  // of the cache
   int window;
+  int strip;  // tokens of a block of the window kernel, a multiple of 64
 };
 
 }  // namespace gptoss::attention

@@ -17,6 +17,7 @@ constexpr int kPlaces = 264;           // of blocks of eight warps on the card
 constexpr double kEvenEnough = 0.9;
 constexpr int kFixedPartKeys = 4096;  // kFixedPlan: 32 parts hold the model's longest context
 constexpr int kAlignment = 256;
+constexpr int kPageTokens = 64;
 
 int ceil_div(int64_t a, int64_t b) { return static_cast<int>((a + b - 1) / b); }
 
@@ -50,6 +51,14 @@ int64_t wanted_part_keys(const gptoss_trt_attention_args& args, int pairs, int64
   return std::max<int64_t>(std::min<int64_t>(part, kMostPartKeys), ceil_div(keys, kMaxParts));
 }
 
+// Tokens of a strip, so that `places` blocks of the card have one each, or as few rounds of them as
+// strips of `most_pages` need.
+int strip_tokens(const gptoss_trt_attention_args& args, int most_pages, int places) {
+  const int64_t pages = static_cast<int64_t>(ceil_div(args.tokens, kPageTokens)) * args.kv_heads;
+  const int rounds = ceil_div(pages, places * most_pages);
+  return ceil_div(pages, places * rounds) * kPageTokens;
+}
+
 int64_t aligned(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 
 }  // namespace
@@ -71,16 +80,27 @@ DecodePlan decode_plan(const gptoss_trt_attention_args& args) {
   return {warps, ceil_div(keys, part_keys), part_keys};
 }
 
-// Rounds of blocks over the card times the queries of a block, over the speed of one.
-PrefillKind prefill_plan(const gptoss_trt_attention_args& args) {
-  if (args.plan != 0) return static_cast<PrefillKind>(args.plan);
-  if (args.window != 0 && args.window <= kMostWindow) return PrefillKind::kWindow;
-  const auto cost = [&](int queries, double speed) {
-    const int blocks = ceil_div(args.tokens, queries) * args.kv_heads;
-    return ceil_div(blocks, kMultiprocessors) * queries / speed;
-  };
-  constexpr double kSumsSpeed = 0.88;
-  return cost(24, 1.0) <= cost(16, kSumsSpeed) ? PrefillKind::kWide : PrefillKind::kSums;
+// Without a window: rounds of tiles over the card times the queries of a tile, over the speed of
+// one. In a window: long strips where all of them run at once.
+PrefillPlan prefill_plan(const gptoss_trt_attention_args& args) {
+  PrefillPlan plan{static_cast<PrefillKind>(args.plan), 0, kMultiprocessors};
+  if (args.plan == 0 && args.window == kWindowKeys) {
+    const int strips = ceil_div(args.tokens, strip_tokens(args, kLongStripPages, kMultiprocessors));
+    const int64_t blocks = (strips + std::max(args.sequences, 1) - 1) * int64_t{args.kv_heads};
+    plan.kind = blocks <= kMultiprocessors ? PrefillKind::kLongStrips : PrefillKind::kShortStrips;
+  } else if (args.plan == 0) {
+    const auto cost = [&](int queries, double speed) {
+      const int blocks = ceil_div(args.tokens, queries) * args.kv_heads;
+      return ceil_div(blocks, kMultiprocessors) * queries / speed;
+    };
+    constexpr double kSumsSpeed = 0.88;
+    const bool full = args.window == 0 && cost(24, 1.0) <= cost(16, kSumsSpeed);
+    plan.kind = full ? PrefillKind::kFull : PrefillKind::kSums;
+  }
+  plan.strip = plan.kind == PrefillKind::kLongStrips
+                   ? strip_tokens(args, kLongStripPages, kMultiprocessors)
+                   : strip_tokens(args, kShortStripPages, 2 * kMultiprocessors);
+  return plan;
 }
 
 DecodeWorkspace decode_workspace(const gptoss_trt_attention_args& args) {

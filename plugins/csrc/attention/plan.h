@@ -20,17 +20,24 @@ constexpr int kFixedPlan = 4;
 constexpr int kFixedWarps = 8;
 
 enum class PrefillKind {  // consumer warpgroups x keys of a block
-  kWide = 1,              // 3 x 64, two sets of scores
+  kFull = 1,              // 3 x 64, two sets of scores; no window
   kSums = 2,              // 2 x 128, sums of weights by the tensor cores
-  kWindow = 3,            // 2 x 64, two blocks a multiprocessor, all keys of a tile at once
+  kLongStrips = 3,        // a window: strips of a sequence, all their keys in shared memory,
+  kShortStrips = 4,       // four warpgroups, or two and two blocks a multiprocessor
 };
 
-constexpr int kWindowStages = 4;  // of 64 keys
-constexpr int kMostWindow =
-    kWindowStages * 64 - 63 - 15;  // that the window kernel takes, 16 queries
+constexpr int kWindowKeys = 128;    // of the window that strips are for
+constexpr int kLongStripPages = 8;  // of 64 tokens, at most
+constexpr int kShortStripPages = 2;
+
+struct PrefillPlan {
+  PrefillKind kind;
+  int strip;   // tokens of a block of strips, whole pages
+  int blocks;  // of kFull, at most
+};
 
 DecodePlan decode_plan(const gptoss_trt_attention_args& args);
-PrefillKind prefill_plan(const gptoss_trt_attention_args& args);
+PrefillPlan prefill_plan(const gptoss_trt_attention_args& args);
 
 // Where a decode call's parts lie in its workspace.
 struct DecodeWorkspace {

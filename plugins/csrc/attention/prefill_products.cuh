@@ -14,6 +14,22 @@ namespace gptoss::attention {
 
 constexpr int kRowBytes = kHeadDim * 2;
 
+// The largest of three, compared as integers: right where it is positive. The scores stay floats
+// for the compiler, which would otherwise copy them while WGMMA writes them.
+__device__ __forceinline__ int most_bits(int most, float a, float b) {
+  int result;
+  asm("{\n"
+      ".reg .b32 x, y;\n"
+      "mov.b32 x, %2;\n"
+      "mov.b32 y, %3;\n"
+      "max.s32 x, x, y;\n"
+      "max.s32 %0, x, %1;\n"
+      "}\n"
+      : "=r"(result)
+      : "r"(most), "f"(a), "f"(b));
+  return result;
+}
+
 // A branch that is never taken and needs all weights: the assembler, which would rather wait first
 // and make the exponentials afterwards, does not move the wait across it.
 __device__ __forceinline__ void finish_before_wait(float total) {

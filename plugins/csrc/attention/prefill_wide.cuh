@@ -37,26 +37,9 @@ struct WidePlace {
   uint64_t query;  // descriptor
   float scale;     // log2
   int position;    // of the first row's query
-  int reach;       // keys that a query sees: the window, or more than any context has
-  int last;        // key block
+  int last;        // key block, and steps of earlier walks
   bool leads;      // one lane of a warp
 };
-
-// The largest of three, compared as integers: right where it is positive. The scores stay floats
-// for the compiler, which would otherwise copy them while WGMMA writes them.
-__device__ __forceinline__ int most_bits(int most, float a, float b) {
-  int result;
-  asm("{\n"
-      ".reg .b32 x, y;\n"
-      "mov.b32 x, %2;\n"
-      "mov.b32 y, %3;\n"
-      "max.s32 x, x, y;\n"
-      "max.s32 %0, x, %1;\n"
-      "}\n"
-      : "=r"(result)
-      : "r"(most), "f"(a), "f"(b));
-  return result;
-}
 
 // exp2_fast where it stands: between the products that surround it.
 __device__ __forceinline__ float exp2_here(float x) {
@@ -69,12 +52,11 @@ __device__ __forceinline__ float exp2_here(float x) {
 template <int kKeys>
 __device__ __forceinline__ void hide_keys(float (&scores)[kKeys / 2], const WidePlace& place,
                                           int first_key) {
-  const int t = threadIdx.x & 3;
+  const int last = place.position - first_key - 2 * (threadIdx.x & 3);  // that the first row sees
 #pragma unroll
   for (int i = 0; i < kKeys / 2; ++i) {
-    const int key = first_key + 8 * (i >> 2) + 2 * t + (i & 1);
-    const int at = place.position + ((i & 2) >> 1);
-    scores[i] = key <= at && key > at - place.reach ? scores[i] : -INFINITY;
+    const int key = 8 * (i >> 2) + (i & 1) - ((i & 2) >> 1);
+    scores[i] = key <= last ? scores[i] : -INFINITY;
   }
 }
 
@@ -125,6 +107,11 @@ __device__ __forceinline__ void make_weights(float (&scores)[kKeys / 2], int par
   }
 }
 
+template <bool kIsEdge>
+struct WideEdges {
+  static constexpr bool kEdge = kIsEdge;
+};
+
 // Block i of the walk: `scores` become `weights`, those of the block before are added to `out`
 // (kBefore), `next` becomes the scores of the block behind (kNext). kEdge: some keys are not seen.
 template <class Memory, bool kEdge, bool kBefore, bool kNext, int kKeys>
@@ -169,39 +156,75 @@ __device__ __forceinline__ void wide_step(float (&scores)[kKeys / 2], float (&ne
   }
 }
 
-// All `count` blocks, an even number, from block place.last down: `out` is the sum of values by
-// weights relative to rows.base. Blocks of a window all count as edges, of others those whose keys
-// do not all lie before `begin`, the position of the tile's first query.
+// All `count` blocks, as steps from `first` on, from block place.last - first down: `out` is the
+// sum of values by weights relative to rows.base. Edges are blocks whose keys do not all lie before
+// `begin`, the position of the tile's first query. The steps that are left behind the pairs come in
+// forms of their own: a block without keys to make their number even costs as much as one with.
 template <class Memory, int kKeys>
 __device__ __forceinline__ void wide_walk(float (&out)[32], WideRows& rows, const Memory& memory,
-                                          const WidePlace& place, int count, int begin,
-                                          bool window) {
+                                          const WidePlace& place, int first, int count, int begin,
+                                          uint32_t query_free) {
+  constexpr int kStages = Memory::kStages;
   float even[kKeys / 2], odd[kKeys / 2];
   uint32_t weights[kKeys / 16][4];
-  barrier_wait(memory.keys_full(0), 0);
+  const int end = first + count;
+  int i = first;
+  const auto edge = [&] { return (place.last - i + 1) * kKeys > begin; };
+  const auto queries_read = [&] {
+    if (place.leads) barrier_arrive(query_free);
+  };
+  barrier_wait(memory.keys_full(i % kStages), i / kStages & 1);
   wgmma_fence();
-  start_scores<kKeys>(even, place.query, swizzled_rows(memory.keys));
+  start_scores<kKeys>(even, place.query,
+                      swizzled_rows(memory.keys + i % kStages * kKeys * kRowBytes));
   wgmma_wait<0>();
   wgmma_settle(even);
-  if (place.leads) barrier_arrive(memory.keys_free(0));
-  wide_step<Memory, true, false, true, kKeys>(even, odd, out, weights, rows, memory, place, 0);
-  int i = 1;
-  for (; i + 2 < count && (window || (place.last - i + 1) * kKeys > begin); i += 2) {
-    wide_step<Memory, true, true, true, kKeys>(odd, even, out, weights, rows, memory, place, i);
-    wide_step<Memory, true, true, true, kKeys>(even, odd, out, weights, rows, memory, place, i + 1);
+  if (place.leads) barrier_arrive(memory.keys_free(i % kStages));
+  if (count == 1) {
+    queries_read();
+    wide_step<Memory, true, false, false, kKeys>(even, odd, out, weights, rows, memory, place, i);
+  } else {
+    wide_step<Memory, true, false, true, kKeys>(even, odd, out, weights, rows, memory, place, i);
+    ++i;
+    for (; i + 2 < end && edge(); i += 2) {
+      wide_step<Memory, true, true, true, kKeys>(odd, even, out, weights, rows, memory, place, i);
+      wide_step<Memory, true, true, true, kKeys>(even, odd, out, weights, rows, memory, place,
+                                                 i + 1);
+    }
+    for (; i + 2 < end; i += 2) {
+      wide_step<Memory, false, true, true, kKeys>(odd, even, out, weights, rows, memory, place, i);
+      wide_step<Memory, false, true, true, kKeys>(even, odd, out, weights, rows, memory, place,
+                                                  i + 1);
+    }
+    // One or two are left.
+    const auto last_steps = [&](auto edges) {
+      constexpr bool kEdge = decltype(edges)::kEdge;
+      if (i + 2 == end) {
+        wide_step<Memory, kEdge, true, true, kKeys>(odd, even, out, weights, rows, memory, place,
+                                                    i);
+        queries_read();
+        ++i;
+        wide_step<Memory, kEdge, true, false, kKeys>(even, odd, out, weights, rows, memory, place,
+                                                     i);
+      } else {
+        queries_read();
+        wide_step<Memory, kEdge, true, false, kKeys>(odd, even, out, weights, rows, memory, place,
+                                                     i);
+      }
+    };
+    if (edge()) {
+      last_steps(WideEdges<true>());
+    } else {
+      last_steps(WideEdges<false>());
+    }
   }
-  for (; i + 2 < count; i += 2) {
-    wide_step<Memory, false, true, true, kKeys>(odd, even, out, weights, rows, memory, place, i);
-    wide_step<Memory, false, true, true, kKeys>(even, odd, out, weights, rows, memory, place,
-                                                i + 1);
-  }
-  wide_step<Memory, true, true, false, kKeys>(odd, even, out, weights, rows, memory, place, i);
-  const int stage = i % Memory::kStages;
-  barrier_wait(memory.values_full(stage), i / Memory::kStages & 1);
+  const int stage = i % kStages;
+  barrier_wait(memory.values_full(stage), i / kStages & 1);
   wgmma_fence();
   start_output<kKeys>(out, weights, memory.values + stage * kKeys * kRowBytes, 0);
   wgmma_wait<0>();
   wgmma_settle(out);
+  if (place.leads) barrier_arrive(memory.values_free(stage));
 }
 
 }  // namespace gptoss::attention

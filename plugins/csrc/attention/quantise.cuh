@@ -18,12 +18,12 @@ __device__ __forceinline__ float high_value(uint32_t pair) {
 // The largest magnitude of bf16 pairs.
 template <int kPairs>
 __device__ __forceinline__ float most_of(const uint32_t (&pairs)[kPairs]) {
-  float most = 0.f;
+  uint32_t most = 0;  // of either half
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
-    most = fmaxf(most, fmaxf(fabsf(low_value(pairs[i])), fabsf(high_value(pairs[i]))));
+    asm("max.bf16x2 %0, %0, %1;" : "+r"(most) : "r"(pairs[i] & 0x7FFF7FFFu));
   }
-  return most;
+  return fmaxf(low_value(most), high_value(most));
 }
 
 // The largest over kLanes neighbouring lanes.
@@ -36,10 +36,13 @@ __device__ __forceinline__ float most_over_lanes(float most) {
   return most;
 }
 
-// The codes of a bf16 pair, in the low half.
+// The codes of a bf16 pair, in the low half. kLifts: the scale may be tiny.
+template <bool kLifts = true>
 __device__ __forceinline__ uint32_t code_pair(uint32_t pair, const GroupDivision& divide) {
-  return __nv_cvt_float2_to_fp8x2(make_float2(divide(low_value(pair)), divide(high_value(pair))),
-                                  __NV_SATFINITE, __NV_E4M3);
+  const float low = low_value(pair), high = high_value(pair);
+  const float2 values = kLifts ? make_float2(divide(low), divide(high))
+                               : make_float2(divide.unlifted(low), divide.unlifted(high));
+  return __nv_cvt_float2_to_fp8x2(values, __NV_SATFINITE, __NV_E4M3);
 }
 
 }  // namespace gptoss::attention

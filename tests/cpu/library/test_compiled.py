@@ -317,8 +317,10 @@ def test_attention_refuses_what_it_cannot_run(library: Library) -> None:
         library.attention_prefill(attention_arguments(), 0)
     everything = dict.fromkeys(("q", "k_cache", "v_cache", "out", "sinks"), 4096)
     everything |= dict.fromkeys(("block_table", "query_start", "context_lens"), 4096)
-    with pytest.raises(LibraryError, match="plan 3 takes windows of 1 to 178, not 179"):
+    with pytest.raises(LibraryError, match="plan 3 takes a window of 128, not 179"):
         library.attention_prefill(attention_arguments(plan=3, window=179, **everything), 0)
+    with pytest.raises(LibraryError, match="plan 1 takes a window of 0, not 128"):
+        library.attention_prefill(attention_arguments(plan=1, window=128, **everything), 0)
     with pytest.raises(LibraryError, match="block_tokens is 32, not 64"):
         library.attention_prefill(attention_arguments(block_tokens=32, **everything), 0)
     for changes, text in (({"parts": 2}, "takes no other cut (parts is 2)"), ({"table_width": 2049}, "33 parts")):
