@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 from moe_case import Case, run
-from test_attention import Paged, options
+from test_attention import PREFILL_PLANS, Paged, options
 from test_decode_one import STEPS, batch_of, make_model
 from test_ops_on_cuda import bf16, poisoned
 
@@ -62,10 +62,10 @@ def attention_decode() -> None:
 
 
 def attention_prefill() -> None:
-    """The library's three prefill kernels."""
+    """The library's prefill kernels."""
     for window in (0, 128):
         case = Paged.make([200, 1, 70], [150, 1, 70], window, 2, padding=5).cuda()
-        for plan in (1, 2, 3) if window else (1, 2):
+        for plan in PREFILL_PLANS[window][1:]:
             case.prefill(options(plan))
 
 
@@ -77,8 +77,16 @@ def attention_quantised() -> None:
             decode.quantised(False, options(plan, 0 if window else plan))
         prompts = Paged.make([200, 1, 70], [150, 1, 70], window, 2, padding=5).cuda()
         prompts.q[7] *= 1e4
-        for plan in (1, 2, 3) if window else (1, 2):
+        for plan in PREFILL_PLANS[window][1:]:
             prompts.quantised(True, options(plan))
+
+
+def attention_lasting() -> None:
+    """Blocks of prefill that take tile after tile, and strips of more than a page."""
+    Paged.make([450], [450], 0).cuda().quantised(True, options(1))
+    case = Paged.make([1100], [1100], 128).cuda()
+    for plan in PREFILL_PLANS[128][2:]:
+        case.quantised(True, options(plan))
 
 
 def attention_triton() -> None:
@@ -312,8 +320,8 @@ def step_batch(lengths: list[int], known: int, blocks: int, device: torch.device
 GROUPS: dict[str, Callable[[], None]] = {
     group.__name__: group
     for group in (
-        norms, routing_cluster, dense_tiles, dense_rotation, attention_prefill, attention_quantised, attention_decode,
-        attention_triton, dense, routing, steps, model,
+        norms, routing_cluster, dense_tiles, dense_rotation, attention_prefill, attention_quantised,
+        attention_lasting, attention_decode, attention_triton, dense, routing, steps, model,
     )
 }  # fmt: skip
 GROUPS |= {
