@@ -48,6 +48,20 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// True in one lane of a warp whose lanes are all here. Only by this does the compiler know that one
+// thread copies: otherwise it puts every bulk or tensor copy in a loop over the lanes.
+__device__ __forceinline__ bool elect_lane() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred chosen;\n"
+      "elect.sync _|chosen, 0xFFFFFFFF;\n"
+      "selp.b32 %0, 1, 0, chosen;\n"
+      "}\n"
+      : "=r"(elected));
+  return elected != 0;
+}
+
 // Barrier `id` (1 to 15; 0 is __syncthreads) among `threads` threads of the block.
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -7,7 +7,7 @@
 //
 // A cluster of two blocks (kShare) multiplies the same tokens with two tiles and copies the tokens
 // once. Items are taken from a counter, because they cost as much as their rows: one warp takes
-// them and finds what their ends need, a thread of another copies (tiles_producer.cuh). Weights
+// them and finds what their ends need, others copy (tiles_producer.cuh). Weights
 // that lie as MXFP4 are expanded into such tiles by warps ahead of the products (tiles_expand.cuh).
 //
 // Invariant: a result depends on its own row of x and its expert's weights only: records are added
@@ -377,7 +377,8 @@ __global__ void __launch_bounds__(S::kThreads, 1)
   dependents_launch();
   TileTables(memory.tables(), p.experts).fill(p);
   if constexpr (S::kShare > 1) cluster_sync();
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 % 4;
+  const int warp_of_all = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);
+  const int warpgroup = warp_of_all / 4, warp = warp_of_all % 4;
   if (S::kExpand && warpgroup == kTileConsumers) {
     if constexpr (S::kExpand) {
       registers_release<S::kExpanderRegisters>();
@@ -385,11 +386,11 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     }
   } else if (warpgroup >= kTileConsumers) {
     registers_release<S::kProducerRegisters>();
-    if (warp == 0 && threadIdx.x % 32 == 0) {
+    if (warp == 0) {
       produce_stages<S>(p, memory, map);
     } else if (warp == 1) {
       produce_slots<S>(p, memory);
-    } else if (S::kExpand && warp == 2 && threadIdx.x % 32 == 0) {
+    } else if (S::kExpand && warp == 2) {
       produce_records<S>(p, memory);
     }
   } else {

@@ -293,7 +293,41 @@ __device__ __forceinline__ void copy_scales(const Params& p, const TileMemory<S>
             item.chunks * kChunkRows * 4, memory.full(stage));
 }
 
-// One thread: tokens, weights, scales.
+// Fields that all lanes of a warp read alike, as the compiler cannot know.
+__device__ __forceinline__ TileItem uniform_item(const TileItem& item) {
+  TileItem same;
+  same.expert = __shfl_sync(0xFFFFFFFFu, item.expert, 0);
+  same.tile = __shfl_sync(0xFFFFFFFFu, item.tile, 0);
+  same.first = __shfl_sync(0xFFFFFFFFu, item.first, 0);
+  same.chunks = __shfl_sync(0xFFFFFFFFu, item.chunks, 0);
+  same.shared = __shfl_sync(0xFFFFFFFFu, item.shared, 0);
+  same.scales = __shfl_sync(0xFFFFFFFFu, item.scales, 0);
+  return same;
+}
+
+// One thread: what a stage has of a record. Weights that are expanded come from elsewhere.
+template <typename S>
+__device__ __forceinline__ void copy_record(const Params& p, const TileMemory<S>& memory,
+                                            const CUtensorMap& map, const TileItem& item, int rank,
+                                            const uint8_t* weights, int record, int stage) {
+  const uint32_t full = memory.full(stage);
+  if (item.chunks == 0) {
+    barrier_arrive(full);
+    return;
+  }
+  barrier_expect_bytes(full, token_bytes<S>(item) + (S::kExpand ? 0 : kTileBytes));
+#pragma unroll
+  for (int chunk = 0; chunk < kBlockChunks; ++chunk) {
+    if (chunk < item.chunks) copy_chunk<S>(p, memory, map, item, rank, chunk, record, stage);
+  }
+  if constexpr (S::kGate) copy_scales<S>(p, memory, item, record, stage);
+  if constexpr (!S::kExpand) {
+    bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
+              kTileBytes, full);
+  }
+}
+
+// One warp: tokens, scales, weights.
 template <typename S>
 __device__ inline void produce_stages(const Params& p, const TileMemory<S>& memory,
                                       const CUtensorMap& map) {
@@ -302,44 +336,33 @@ __device__ inline void produce_stages(const Params& p, const TileMemory<S>& memo
   RingPlace<kItemSlots> slots;
   for (;; slots.step()) {
     barrier_wait(memory.item_full(slots.stage), slots.parity);
-    const TileItem item = memory.slot(slots.stage).item;
+    const TileItem item = uniform_item(memory.slot(slots.stage).item);
     if (item.expert < 0) return;
-    barrier_arrive(memory.item_empty(slots.stage));
+    if (elect_lane()) barrier_arrive(memory.item_empty(slots.stage));
     const uint8_t* weights = p.weights + item.expert * p.expert_bytes +
                              static_cast<int64_t>(item.tile) * p.records * kTileBytes;
 #pragma unroll 1
     for (int record = 0; record < p.records; ++record, place.step()) {
-      if (record == taking_record(p)) barrier_arrive(memory.wanted());
-      const int stage = place.stage;
-      const uint32_t full = memory.full(stage);
-      barrier_wait(memory.empty(stage), place.parity ^ 1);
-      if (item.chunks == 0) {
-        barrier_arrive(full);
-        continue;
+      barrier_wait(memory.empty(place.stage), place.parity ^ 1);
+      if (elect_lane()) {
+        if (record == taking_record(p)) barrier_arrive(memory.wanted());
+        copy_record<S>(p, memory, map, item, rank, weights, record, place.stage);
       }
-      barrier_expect_bytes(full, token_bytes<S>(item) + (S::kExpand ? 0 : kTileBytes));
-      for (int chunk = 0; chunk < item.chunks; ++chunk) {
-        copy_chunk<S>(p, memory, map, item, rank, chunk, record, stage);
-      }
-      if constexpr (S::kGate) copy_scales<S>(p, memory, item, record, stage);
-      if constexpr (!S::kExpand) {
-        bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
-                  kTileBytes, full);
-      }
+      __syncwarp();
     }
   }
 }
 
-// One thread: records that others expand.
+// One warp: records that others expand.
 template <typename S>
 __device__ inline void produce_records(const Params& p, const TileMemory<S>& memory) {
   RingPlace<kRawStages> place;
   RingPlace<kItemSlots> slots;
   for (;; slots.step()) {
     barrier_wait(memory.item_full(slots.stage), slots.parity);
-    const TileItem item = memory.slot(slots.stage).item;
+    const TileItem item = uniform_item(memory.slot(slots.stage).item);
     if (item.expert < 0) return;
-    barrier_arrive(memory.item_empty(slots.stage));
+    if (elect_lane()) barrier_arrive(memory.item_empty(slots.stage));
     if (item.chunks == 0) continue;
     const int strips = min(p.strips - item.tile * kTileStrips, kTileStrips);
     const uint8_t* source = p.weights + item.expert * p.expert_bytes +
@@ -347,12 +370,17 @@ __device__ inline void produce_records(const Params& p, const TileMemory<S>& mem
 #pragma unroll 1
     for (int left = p.records - 1; left >= 0; --left, place.step()) {
       const uint32_t bytes = record_bytes(Storage::kMxfp4, left > 0 ? 2 : p.tail_halves);
-      const uint32_t full = memory.raw_full(place.stage), to = memory.raw(place.stage);
       barrier_wait(memory.raw_empty(place.stage), place.parity ^ 1);
-      barrier_expect_bytes(full, strips * bytes);
-      for (int strip = 0; strip < strips; ++strip) {
-        bulk_copy(to + strip * kRawPitch, source + strip * p.strip_bytes, bytes, full);
+      if (elect_lane()) {
+        const uint32_t full = memory.raw_full(place.stage), to = memory.raw(place.stage);
+        barrier_expect_bytes(full, strips * bytes);
+#pragma unroll
+        for (int strip = 0; strip < kTileStrips; ++strip) {
+          if (strip >= strips) break;
+          bulk_copy(to + strip * kRawPitch, source + strip * p.strip_bytes, bytes, full);
+        }
       }
+      __syncwarp();
       source += bytes;
     }
   }
