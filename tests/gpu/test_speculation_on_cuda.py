@@ -19,7 +19,9 @@ from gptoss_trt.runtime.engine.model_core import load_core
 from gptoss_trt.runtime.engine.options import EngineOptions
 
 OPTIONS = EngineOptions(kv_bytes=64 << 20, max_batch=6, step_tokens=256, block_tokens=16, device="cuda")
-ROUNDING = 0.05  # of logits that spread over some units: sums in another order, rounded to bf16 between operators
+# Of differences of log-probabilities that spread over some units: sums in another order, rounded to bf16 and e4m3
+# between operators. Where the CPU says 0.054 (r1, token 10) the GPU's plans have said from below 0 to 0.114.
+ROUNDING = 0.15
 ANSWER = 48
 
 
