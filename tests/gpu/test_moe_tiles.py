@@ -68,6 +68,14 @@ def test_tails_of_n(product: str, rows: int) -> None:
 
 
 @PRODUCTS
+@pytest.mark.parametrize("spread", [7, 14, 17])
+def test_groups_far_below_their_block(product: str, spread: int) -> None:
+    """Codes that are subnormal or rounded, beside others that are not, expand to those of tiles."""
+    case = Case(hidden=320, inter=192, tokens=270, experts=4, spread=spread, product=product, group=0)
+    assert_same(case, run(case, DEFAULT, Storage.FP8_TILES), run(case, EXPANDED, Storage.MXFP4))
+
+
+@PRODUCTS
 @pytest.mark.parametrize("routing", ["uniform", "skewed", "padded", "none"])
 def test_routings(product: str, routing: str) -> None:
     tiles(Case(hidden=320, inter=192, tokens=130, experts=40, routing=routing, product=product, group=0))

@@ -5,6 +5,7 @@
 
 #include <cuda.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #include "core/cluster.cuh"
@@ -29,15 +30,15 @@ constexpr int kTileStrips = kTileRows / kStripRows;
 constexpr int kTakingBytes = 8 + (8 + 8 + 4) * kItemSlots;  // TileMemory::wanted() and behind it
 
 // Records as they lie in memory, ahead of their expansion: those of a tile's strips.
-constexpr int kRawStages = 2;
+constexpr int kRawStages = 3;
 constexpr int kRawPitch = record_bytes(Storage::kMxfp4, 2);
-constexpr int kRawBytes = (kTileStrips * kRawPitch + 127) / 128 * 128;
+constexpr int kRawBytes = ceil_div(kTileStrips * kRawPitch, 128) * 128;
 
 // An item and what its end needs.
 struct TileSlot {
   TileItem item;
-  uint2 rows[kBlockRows];    // DOWN: output slot and routing weight
   uint16_t bias[kTileRows];  // bf16 bits
+  uint2 rows[kBlockRows];    // output slot and routing weight; not there for GATE_UP
 };
 
 // Byte offsets from a multiple of kTileSwizzle.
@@ -55,12 +56,21 @@ struct TileShape {
   static constexpr int kCopyingThreads = kExpand ? 2 : 1;
   static constexpr int kShare = kSharing, kStages = kTileStages;
   static constexpr int kTokenBytes = kBlockRows * kRecordColumns;
+  // A stage: tokens, a tile and its scale, scales of tokens. Where tiles are expanded, the scales
+  // of all stages lie behind these: they would take a kilobyte each for the swizzle's sake.
+  static constexpr int kTokenScaleBytes = kGate ? kBlockRows * 4 : 0;
   static constexpr int kScalesAt = kTokenBytes + kTileBytes;
   static constexpr int kStageBytes =
-      (kScalesAt + kBlockRows * 4 + kTileSwizzle - 1) / kTileSwizzle * kTileSwizzle;
-  static constexpr int kRawAt = kStages * kStageBytes;
+      kExpand ? kTokenBytes + kTileRows * kRecordColumns
+              : ceil_div(kScalesAt + kTokenScaleBytes, kTileSwizzle) * kTileSwizzle;
+  static constexpr int kApartAt = kStages * kStageBytes;
+  static constexpr int kWeightScalesAt = kApartAt + kStages * kTokenScaleBytes;
+  static constexpr int kApartBytes = kExpand ? kStages * (kTokenScaleBytes + 16) : 0;
+  static constexpr int kSlotBytes =
+      kGate ? static_cast<int>(offsetof(TileSlot, rows)) : static_cast<int>(sizeof(TileSlot));
+  static constexpr int kRawAt = ceil_div(kApartAt + kApartBytes, 128) * 128;
   static constexpr int kSlotsAt = kRawAt + (kExpand ? kRawStages * kRawBytes : 0);
-  static constexpr int kBarriersAt = kSlotsAt + kItemSlots * static_cast<int>(sizeof(TileSlot));
+  static constexpr int kBarriersAt = kSlotsAt + kItemSlots * kSlotBytes;
   static constexpr int kTablesAt = kBarriersAt + 2 * 8 * (kStages + kItemSlots) + kTakingBytes +
                                    (kExpand ? 2 * 8 * kRawStages : 0);
   static constexpr int shared_bytes(int experts) {
@@ -76,11 +86,15 @@ struct TileMemory {
   __device__ uint32_t tokens(int stage) const { return address + stage * S::kStageBytes; }
   __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
   __device__ uint32_t weight_scale(int stage) const {
-    return weights(stage) + kTileRows * kRecordColumns;
+    return S::kExpand ? address + S::kWeightScalesAt + stage * 16
+                      : weights(stage) + kTileRows * kRecordColumns;
   }
-  __device__ uint32_t scales(int stage) const { return tokens(stage) + S::kScalesAt; }
+  __device__ uint32_t scales(int stage) const {
+    return S::kExpand ? address + S::kApartAt + stage * S::kTokenScaleBytes
+                      : tokens(stage) + S::kScalesAt;
+  }
   __device__ TileSlot& slot(int i) const {
-    return reinterpret_cast<TileSlot*>(base + S::kSlotsAt)[i];
+    return *reinterpret_cast<TileSlot*>(base + S::kSlotsAt + i * S::kSlotBytes);
   }
   __device__ uint32_t full(int stage) const { return address + S::kBarriersAt + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
