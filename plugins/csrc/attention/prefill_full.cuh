@@ -34,8 +34,8 @@ struct FullShape {
   static constexpr int kBarriers = 4 + 4 * kStages;
   static constexpr int kSharedBytes = 1024 + 2 * kQueryBytes + 2 * kStages * kBlockBytes +
                                       2 * kTileBytes + kBarriers * 8;  // 1,024: alignment
-  static constexpr int kProducerRegisters = 56;
-  static constexpr int kConsumerRegisters = 152;
+  static constexpr int kProducerRegisters = 32;
+  static constexpr int kConsumerRegisters = 160;
 };
 
 // Addresses in shared memory. Queries and what a tile is have two places, which tiles take in turn.
