@@ -97,6 +97,26 @@ def test_rmsnorm_quant(hidden: int, outputs: str, delta: bool, pinned: str) -> N
     check_norm(got, want, hidden)
 
 
+@pytest.mark.parametrize("hidden", [H, 3072, 2888, 72, 3080])
+@pytest.mark.parametrize("delta", [False, True])
+def test_norms_of_many_tokens_have_the_bits_of_few(hidden: int, delta: bool) -> None:
+    """A warp has a token of many without a delta, a block of threads one of few."""
+    tokens, few = 1500, 300
+    start, gain = adversarial(tokens, hidden).cuda(), bf16(hidden).cuda()
+    more = bf16(tokens, hidden).cuda() if delta else None
+
+    def run(first: int, last: int) -> list[torch.Tensor]:
+        residual, rows = start[first:last].clone(), last - first
+        out = [poisoned(rows, hidden, dtype=torch.bfloat16).cuda(), poisoned(rows, hidden, dtype=E4M3).cuda()]
+        scales = poisoned(-(-hidden // 128), rows).cuda()
+        OPS.rmsnorm_quant(residual, None if more is None else more[first:last], gain, 1e-5, *out, scales)
+        return [residual, *out, scales.T.contiguous()]
+
+    parts = [run(first, first + few) for first in range(0, tokens, few)]
+    for whole, pieces in zip(run(0, tokens), zip(*parts, strict=True), strict=True):
+        exact(whole.cpu(), torch.cat([piece.view(torch.uint8) for piece in pieces]).view(whole.dtype).cpu())
+
+
 def check_norm(got: list[Any], want: list[Any], hidden: int) -> None:
     """Normed, quantised, scales: one ulp where the mean's last bit differs."""
     if got[0] is not None:

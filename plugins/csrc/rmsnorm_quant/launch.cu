@@ -1,4 +1,5 @@
 #include "rmsnorm_quant/kernel.cuh"
+#include "rmsnorm_quant/warp_kernel.cuh"
 
 namespace gptoss::rmsnorm_quant {
 namespace {
@@ -8,8 +9,8 @@ namespace {
 // with expert rows (8,192 tokens).
 constexpr int kManyTokens = 1024;
 
-template <Source kSource>
-cudaError_t launch(const Params& params, const LaunchOptions& options) {
+cudaError_t launch(void (*kernel)(Params), int blocks, int threads, const Params& params,
+                   const LaunchOptions& options) {
   cudaLaunchAttribute attributes[2] = {};
   int count = 0;
   if (options.dependent_launch) {
@@ -21,20 +22,28 @@ cudaError_t launch(const Params& params, const LaunchOptions& options) {
     attributes[count++].val.sharedMemCarveout = cudaSharedmemCarveoutMaxL1;
   }
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.tokens);
-  config.blockDim = dim3((params.hidden + 32 * kLane - 1) / (32 * kLane) * 32);
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
   config.stream = options.stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  return cudaLaunchKernelEx(&config, rmsnorm_quant_kernel<kSource>, params);
+  return cudaLaunchKernelEx(&config, kernel, params);
 }
 
 }  // namespace
 
 cudaError_t launch_rmsnorm_quant(const Params& params, const LaunchOptions& options) {
-  if (params.rows != nullptr) return launch<Source::kRows>(params, options);
-  return params.delta != nullptr ? launch<Source::kDelta>(params, options)
-                                 : launch<Source::kResidual>(params, options);
+  const int threads = (params.hidden + 32 * kLane - 1) / (32 * kLane) * 32;
+  if (params.rows != nullptr) {
+    return launch(rmsnorm_quant_kernel<Source::kRows>, params.tokens, threads, params, options);
+  }
+  if (params.delta == nullptr && params.tokens >= kManyTokens && params.hidden <= kWarpHidden) {
+    return launch(rmsnorm_quant_warp_kernel, (params.tokens + kTokenWarps - 1) / kTokenWarps,
+                  32 * kTokenWarps, params, options);
+  }
+  return launch(params.delta != nullptr ? rmsnorm_quant_kernel<Source::kDelta>
+                                        : rmsnorm_quant_kernel<Source::kResidual>,
+                params.tokens, threads, params, options);
 }
 
 }  // namespace gptoss::rmsnorm_quant

@@ -12,6 +12,7 @@ constexpr int kLane = 8;           // columns of a thread
 constexpr int kMostHidden = 4096;  // so a block of threads has a row
 constexpr int kGroup = 128;        // channels that share a scale
 constexpr int kTopK = 4;
+constexpr int kWarpHidden = 3072;  // columns that a warp can have
 
 struct Params {
   const uint16_t* residual;   // bf16 bits [tokens, hidden]
