@@ -3,8 +3,8 @@
 Invariant: a request lives no longer than its connection, and the process no longer than `idle_timeout_s` after the last
 connection. Connections belong to whoever holds the server's lock: the thread that calls `serve` while it handles what
 came in, the engine's loop while it sends a step's events, which so wait for no other thread to wake. A loop that finds
-the lock taken leaves its events in a queue, wakes the server's thread and goes on. Must not know the scheduler or the
-model.
+the lock taken, or whose events are long to pack, leaves them in a queue, wakes the server's thread and goes on. Must
+not know the scheduler or the model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,16 @@ from gptoss_trt.runtime.engine.core import EngineCore, RequestKey
 from gptoss_trt.runtime.engine.frames import FrameError, FrameType, Hello
 from gptoss_trt.runtime.engine.location import LocationError, require_same_user, socket_address
 from gptoss_trt.runtime.engine.loop import EngineLoop
-from gptoss_trt.runtime.engine.messages import PROTOCOL_VERSION, Cancel, Error, ErrorCode, Event, Submit, Tokens
+from gptoss_trt.runtime.engine.messages import (
+    PROTOCOL_VERSION,
+    Cancel,
+    Error,
+    ErrorCode,
+    Event,
+    Finished,
+    Submit,
+    Tokens,
+)
 
 log = logging.getLogger(__name__)
 
@@ -71,10 +80,11 @@ class EngineServer:
         self._stopping = True
         self._wake()
 
-    def _soon(self, call: Callable[[], None]) -> None:
-        """Does it now, behind what waits already, or leaves it to the server's thread when that is at work."""
+    def _soon(self, call: Callable[[], None], *, here: bool = True) -> None:
+        """Does it now, behind what waits already, or leaves it to the server's thread: when that is at work, and where
+        it is not to be done `here`."""
         self._arrived.append(call)
-        if self._lock.acquire(blocking=False):
+        if here and self._lock.acquire(blocking=False):
             try:
                 self._run_arrived()
             finally:
@@ -89,7 +99,8 @@ class EngineServer:
             return  # a full pipe wakes just as well
 
     def _deliver_soon(self, events: list[tuple[RequestKey, Event]]) -> None:
-        self._soon(lambda: self._deliver(events))
+        long = any(map(_has_logprobs, events))  # up to a second for those of a long prompt: no step waits for that
+        self._soon(lambda: self._deliver(events), here=not long)
 
     def _loop_failed(self, reason: str) -> None:
         self._failure = reason
@@ -226,7 +237,7 @@ class EngineServer:
     def _answer_stats(self, connection: Connection, query: int) -> None:
         def answer(stats: dict[str, Any]) -> None:
             frame = frames.encode(FrameType.STATS, [query, stats])
-            self._soon(lambda: self._send_frame(connection, frame))
+            self._soon(lambda: self._send_stats(connection, frame))
 
         self._loop.ask_stats(answer)
 
@@ -260,8 +271,14 @@ class EngineServer:
         for connection in touched.values():
             self._flush(connection)
 
+    def _send_stats(self, connection: Connection, frame: bytes) -> None:
+        try:
+            self._send_frame(connection, frame)
+        except FrameError as error:  # nobody behind the queue takes it, and it must not end the loop
+            self._fail_connection(connection, "RESOURCE_EXHAUSTED", str(error))
+
     def _send_frame(self, connection: Connection, frame: bytes) -> None:
-        if connection.number not in self._connections:
+        if connection.number not in self._connections or connection.close_at is not None:
             return
         connection.queue_frame(frame)
         self._flush(connection)
@@ -323,3 +340,10 @@ class EngineServer:
         for connection in list(self._connections.values()):
             connection.fail(Error(None, "UNAVAILABLE", reason), time.monotonic())
             self._flush(connection)
+
+
+def _has_logprobs(addressed: tuple[RequestKey, Event]) -> bool:
+    event = addressed[1]
+    if isinstance(event, Tokens):
+        return event.logprobs is not None
+    return isinstance(event, Finished) and event.prompt_logprobs is not None

@@ -19,7 +19,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from gptoss_trt.runtime.engine import frames
+from gptoss_trt.runtime.engine import connection, frames
 from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection, PendingEvents
 from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
@@ -28,6 +28,7 @@ from gptoss_trt.runtime.engine.messages import (
     PROTOCOL_VERSION,
     Cancel,
     Error,
+    Event,
     Finished,
     Guide,
     Sampling,
@@ -332,6 +333,37 @@ def test_what_waits_for_the_server_is_done_first(tmp_path: Path) -> None:
     assert done == [] and server._wake_in.recv(16) == b"!!"
     server._soon(lambda: done.append(3))
     assert done == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [Tokens("r", 0, (1,), (TokenLogprobs(-1.0),)), Finished("r", 0, "length", Usage(1, 1), prompt_logprobs=(None,))],
+)
+def test_what_is_long_to_pack_is_left_to_the_servers_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: Event
+) -> None:
+    server = EngineServer(tmp_path / "s.sock", lambda: ScriptedCore(ScriptedEngine()))
+    done: list[Event] = []
+    monkeypatch.setattr(server, "_deliver", lambda events: done.extend(event for _, event in events))
+    short = Tokens("r", 0, (1,))
+    server._deliver_soon([((1, "r"), short)])
+    assert done == [short]
+    server._deliver_soon([((1, "r"), short), ((1, "r"), event)])
+    assert done == [short] and server._wake_in.recv(16) == b"!"
+    server._run_arrived()
+    assert done == [short, short, event]
+
+
+def test_statistics_that_nobody_reads_end_their_connection_only(
+    server: tuple[EngineServer, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "REPLY_LIMIT_BYTES", 10_000)
+    peer = Raw(server[1]).greet()
+    peer.socket.sendall(frames.encode(FrameType.STATS, [1]) * 2000)  # 1.5 MB of answers; the socket holds a fraction
+    time.sleep(0.5)
+    error = peer.last_error()
+    assert error.code == "RESOURCE_EXHAUSTED" and "bytes of answers wait" in error.message
+    still_serves(server[1])
 
 
 def test_a_slow_reader_gets_merged_tokens_and_loses_none(server: tuple[EngineServer, Path]) -> None:
