@@ -51,7 +51,10 @@ class BlockPool:
         return block
 
     def take_many(self, count: int) -> list[int]:
-        """`count` blocks as `take` gives them one after another. Raises RuntimeError when fewer are available."""
+        """`count` blocks as `take` gives them one after another. Raises RuntimeError when fewer are available; nothing
+        is taken then."""
+        if count > self.available:
+            raise RuntimeError(f"{count} blocks are wanted; {self.available} of {self.count} are not held")
         if count > len(self._free):
             return [self.take() for _ in range(count)]
         first = len(self._free) - count

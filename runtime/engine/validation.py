@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gptoss_trt.runtime.engine.messages import ErrorCode, Prompt, Sampling, Submit
+from gptoss_trt.runtime.engine.messages import IDS, ErrorCode, Prompt, Sampling, Submit
 
 MAX_SEQUENCES = 128  # n of one request, OpenAI's limit
 MAX_LOGPROBS = 100  # best tokens a position
@@ -88,7 +88,7 @@ def _id_reasons(submit: Submit, vocab_size: int) -> Iterator[str]:
 
 def _all_known(ids: Prompt, vocab_size: int) -> bool:
     """Whether a look at an array shows that all its ids lie in the vocabulary; never for a tuple."""
-    if not isinstance(ids, array):
+    if not isinstance(ids, array) or ids.typecode != IDS:
         return False
     most = np.maximum.reduce(np.frombuffer(ids, np.uint32))  # a negative id is a very large one
     return bool(most < vocab_size)

@@ -61,8 +61,10 @@ def test_many_blocks_are_those_of_one_after_another() -> None:
     for block in held:
         one.release(block)
     assert [one.take() for _ in range(12)] == many.take_many(12)
-    with pytest.raises(RuntimeError, match="all 12 blocks are held"):
-        many.take_many(1)
+    many.release(3, 7)
+    with pytest.raises(RuntimeError, match="3 blocks are wanted; 2 of 12 are not held"):
+        many.take_many(3)
+    assert many.available == 2  # nothing was taken
     for pool in pools:
         pool.check()
 

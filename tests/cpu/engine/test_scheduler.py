@@ -342,3 +342,9 @@ def test_refusals_name_the_value_and_the_limit(fields: dict[str, Any], numbers: 
 def test_a_valid_request_is_not_refused() -> None:
     assert refusal(Submit("r", (1, 2, 3), 45, stop_ids=(99,), n=64), LIMITS) is None
     assert refusal(Submit("r", array(IDS, (0, 99)), 45), LIMITS) is None
+
+
+def test_an_array_that_is_no_prompt_is_looked_at_id_by_id() -> None:
+    """As 32-bit words all of these would be known ids."""
+    refused = refusal(Submit("r", array("q", (5, 1 << 32)), 5), LIMITS)
+    assert refused is not None and str(1 << 32) in refused[1]
