@@ -25,7 +25,7 @@ extern "C" {
 #define GPTOSS_TRT_API
 #endif
 
-#define GPTOSS_TRT_ABI_VERSION 6
+#define GPTOSS_TRT_ABI_VERSION 7
 
 typedef enum gptoss_trt_status {
   GPTOSS_TRT_OK = 0,
@@ -124,8 +124,8 @@ typedef struct gptoss_trt_moe_gemm_args {
   const float* x_scale;          /* GATE_UP [ceil(k / 128), T]; DOWN [ceil(k / group), P], not read
                                     when STATIC */
   const int32_t* expert_offsets; /* [E + 1]: expert e owns the sorted rows [o[e], o[e + 1]) */
-  const int32_t* row_slots;      /* [P]: sorted row -> token x top_k + slot */
-  const float* expert_weights;   /* [T, top_k] routing weights; DOWN only */
+  const int32_t* row_slots;    /* [P]: sorted row -> token x top_k + slot, ascending in an expert */
+  const float* expert_weights; /* [T, top_k] routing weights; DOWN only */
   void* out; /* GATE_UP: e4m3 [P, n / 2] by sorted row. DOWN: [T, top_k, n]. Rows behind o[E],
                 and (token, slot) pairs that no row names, are not written. 8-byte aligned, 16 on
                 FP8 tiles and where MXFP4 is expanded into such. */

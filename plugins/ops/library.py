@@ -11,7 +11,7 @@ import functools
 from enum import IntEnum
 from pathlib import Path
 
-ABI_VERSION = 6
+ABI_VERSION = 7
 NAME = "libgptoss_trt.so"
 _HERE = Path(__file__).resolve()
 # Beside the packages (a wheel, or plugins/lib of a clone), then where `make library` builds.

@@ -218,7 +218,8 @@ _TABLE = (
         """First expert product (stem moe_gemm_fp8): for sorted row r of expert e and token t = row_slots[r] // top_k,
         y = x[t] @ weight[e]^T + bias[e] (fp32 promotion every 128 of K, bias starts the promoted accumulator);
         gate = min(y[even], limit), up = clamp(y[odd], -limit, limit); a = gate * sigmoid(alpha * gate) * (up + 1) in
-        fp32; (h[r], h_scale[:, r]) = act_quant(a, h_group). Rows behind expert_offsets[E] are not written.
+        fp32; (h[r], h_scale[:, r]) = act_quant(a, h_group). Rows behind expert_offsets[E] are not written. row_slots
+        ascend within an expert, as moe_route gives them: kernels rely on it.
 
         x e4m3 [T, H]; x_scale fp32 [ceil(H / 128), T]; weight and weight_scale FP8 or MXFP4 of [E, 2I, H], rows
         interleaved gate, up (`layout` names another order of the bytes); bias bf16 [E, 2I]; h e4m3 [T * top_k, I];
