@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from gptoss_trt.runtime.engine import frames
-from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
+from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello, VersionError
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, require_same_user, socket_address
 from gptoss_trt.runtime.engine.messages import (
     PROTOCOL_VERSION,
@@ -46,6 +46,7 @@ log = logging.getLogger(__name__)
 Sink = Callable[[Event], None]
 
 POLL_S = 0.05  # between two looks at an engine that is not there
+OTHER_VERSION_S = 30.0  # between two connections to one that speaks another version
 HELLO_TIMEOUT_S = 10.0
 SEND_TIMEOUT_S = 10.0  # an engine that takes no bytes for this long is treated as dead
 READ_BYTES = 1 << 18
@@ -206,7 +207,9 @@ class EngineClient:
     def _run(self) -> None:
         while not self._closed.is_set():
             if self._connect():
-                self._read_until_gone()
+                met = self._socket_file()
+                if not self._read_until_gone():
+                    self._leave_alone(met)
                 continue
             self._note = self._try_start()
             if self._candidate is None:
@@ -249,12 +252,32 @@ class EngineClient:
         self._candidate = fresh
         return True
 
-    def _read_until_gone(self) -> None:
-        """Speaks over the candidate connection until it ends, then fails what was open on it."""
+    def _socket_file(self) -> tuple[int, int] | None:
+        """Which file the engine's socket is; None without one."""
+        try:
+            status = self.home.socket.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_ctime_ns
+
+    def _leave_alone(self, met: tuple[int, int] | None) -> None:
+        """Waits for another engine than one of another version, as runs on behind an update: it leaves when its own
+        clients have, and each new connection would keep it."""
+        self._first_try.set()
+        until = time.monotonic() + OTHER_VERSION_S
+        while met is not None and self._socket_file() == met and time.monotonic() < until:
+            self._fail_flights(self._reason())
+            if self._closed.wait(POLL_S):
+                return
+
+    def _read_until_gone(self) -> bool:
+        """Speaks over the candidate connection until it ends, then fails what was open on it. False when the engine
+        speaks another version."""
         assert self._candidate is not None
         peer, self._candidate = self._candidate, None
         self._last_error = None
         reader = FrameReader()
+        understood = True
         try:
             peer.settimeout(HELLO_TIMEOUT_S)
             peer.sendall(frames.encode(FrameType.HELLO, Hello(PROTOCOL_VERSION, os.getpid())))
@@ -268,6 +291,7 @@ class EngineClient:
                         greeted = True
             self._note = "the engine process closed the connection"
         except (OSError, FrameError) as error:
+            understood = not isinstance(error, VersionError)
             self._note = f"the connection to the engine broke: {error}"
             log.warning("%s", self._note)
         with self._lock:
@@ -279,6 +303,7 @@ class EngineClient:
         if self._starter is not None and (status := self._starter.reap()) is not None:
             self._note = f"the engine process ended with status {status}"
         self._fail_flights(self._reason())
+        return understood
 
     def _take_hello(self, peer: socket.socket, reader: FrameReader, kind: FrameType, body: bytes) -> None:
         """Makes the connection usable and sends the requests that came in meanwhile."""

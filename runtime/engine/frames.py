@@ -60,13 +60,17 @@ class Hello:
     connection: int = 0
 
     def require_version(self) -> None:
-        """Raises FrameError when the peer speaks another version."""
+        """Raises VersionError when the peer speaks another version."""
         if self.version != PROTOCOL_VERSION:
-            raise FrameError(f"the peer speaks protocol version {self.version}, this side {PROTOCOL_VERSION}")
+            raise VersionError(f"the peer speaks protocol version {self.version}, this side {PROTOCOL_VERSION}")
 
 
 class FrameError(ValueError):
     """A peer that breaks the protocol: the connection cannot go on."""
+
+
+class VersionError(FrameError):
+    """A peer of another version of the protocol: no connection will go on."""
 
 
 def encode(kind: FrameType, body: Any, limit: int = REPLY_LIMIT_BYTES) -> bytes:

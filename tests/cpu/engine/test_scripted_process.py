@@ -8,9 +8,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,11 +34,13 @@ from scripted_stream import (
     wait_until,
 )
 
-from gptoss_trt.runtime.engine import starter
+from gptoss_trt.runtime.engine import server, starter
 from gptoss_trt.runtime.engine.client import EngineClient
-from gptoss_trt.runtime.engine.location import EngineHome
+from gptoss_trt.runtime.engine.location import EngineHome, socket_address
 from gptoss_trt.runtime.engine.messages import Error, Event, Finished, Submit, Tokens
 from gptoss_trt.runtime.engine.options import EngineOptions
+from gptoss_trt.runtime.engine.script import ScriptedEngine
+from gptoss_trt.runtime.engine.scripted import ScriptedCore
 
 
 @pytest.fixture
@@ -230,6 +234,30 @@ def test_requests_without_an_engine_fail_at_once(engine_dir: Path, tmp_path: Pat
         assert isinstance(end, Error) and end.code == "UNAVAILABLE"
         assert time.monotonic() - began < 0.5
         assert alone.health()["state"] == "down"
+
+
+def listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe, socket_address(path) as address:
+        return probe.connect_ex(address) == 0
+
+
+def test_an_engine_of_another_version_is_left_alone_until_it_leaves(
+    engine_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one runs on behind an update; then a new one is started."""
+    home = EngineHome.of(engine_dir, tmp_path / "state")
+    monkeypatch.setattr(server, "PROTOCOL_VERSION", 1)  # what its hello says
+    old = server.EngineServer(home.socket, lambda: ScriptedCore(ScriptedEngine()), idle_timeout_s=1.0)
+    thread = threading.Thread(target=old.serve)
+    thread.start()
+    wait_until(lambda: listens(home.socket), 5, "the old engine's socket")
+    with contextlib.closing(EngineClient(engine_dir, state_dir=tmp_path / "state", idle_timeout_s=0.5)) as client:
+        end = start(client, 1).end()
+        assert isinstance(end, Error) and end.code == "UNAVAILABLE" and "protocol version 1" in end.message
+        assert thread.is_alive() and old._next_number <= 3
+        client.wait_ready(20)
+        thread.join(5)
+        assert not thread.is_alive() and isinstance(start(client, 1).end(), Finished)
 
 
 def test_kill_9_of_every_client_ends_the_engine(engine_dir: Path, tmp_path: Path) -> None:
