@@ -222,6 +222,15 @@ __device__ __forceinline__ float4 load_shared_f128(uint32_t address) {
   return value;
 }
 
+// Four matrices of 8 rows x 16 bytes: lane 8i + r gives the address of row r of matrix i, and gets
+// word lane % 4 of row lane / 4 of each.
+__device__ __forceinline__ void load_matrices(uint32_t address, uint32_t (&words)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(address)
+               : "memory");
+}
+
 // Bytes of {low, high} chosen by the low four nibbles of `selectors`. Opaque to the compiler, which
 // otherwise masks the halves of `selectors` apart and spends an operation more on each.
 __device__ __forceinline__ uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selectors) {

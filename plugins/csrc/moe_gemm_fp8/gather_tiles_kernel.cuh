@@ -1,6 +1,6 @@
 // Ahead of GATE_UP on FP8 tiles: the rows of x sorted by expert, so that tensor copies bring a
 // token block, each read once and stored where its experts want it; and their scales by token
-// block: f32 [token blocks][records][kBlockRows].
+// block: f32 [token blocks][records][p.cluster_rows].
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_GATHER_TILES_KERNEL_CUH_
 #define GPTOSS_TRT_MOE_GEMM_FP8_GATHER_TILES_KERNEL_CUH_
 
@@ -46,8 +46,9 @@ __device__ inline SortedRow find_sorted_row(const Params& p, const TileTables& t
     }
   }
   const int row = sorted - tables.rows_before[low];
-  const int block = tables.blocks_before[low] + row / kBlockRows;
-  return {__ldg(p.row_slots + sorted) / p.top_k, block * p.records * kBlockRows + row % kBlockRows};
+  const int block = tables.blocks_before[low] + row / p.cluster_rows;
+  return {__ldg(p.row_slots + sorted) / p.top_k,
+          block * p.records * p.cluster_rows + row % p.cluster_rows};
 }
 
 // One warp: the first of an expert's sorted rows [low, high) whose slot is not below `slot`.
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kSortThreads)
 #pragma unroll 6
     for (int record = threadIdx.x / kSortRows; record < p.records;
          record += kSortThreads / kSortRows) {
-      p.sorted_scales[own.scales + record * kBlockRows] =
+      p.sorted_scales[own.scales + record * p.cluster_rows] =
           __ldg(p.x_scale + static_cast<int64_t>(record) * p.x_rows + own.source);
     }
   }

@@ -14,7 +14,7 @@ cudaError_t launch(const Params& params, const LaunchOptions& options) {
   CUtensorMap map;
   const void* tokens = S::kGate ? params.gathered : params.x;
   cudaError_t error =
-      encode_byte_map(&map, tokens, params.rows, params.k, kChunkRows / S::kShare, kRecordColumns);
+      encode_byte_map(&map, tokens, params.rows, params.k, kChunkRows / S::kBoxes, kRecordColumns);
   if (error == cudaSuccess) {
     error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   }
@@ -55,10 +55,20 @@ cudaError_t sort_rows(const Params& params, const LaunchOptions& options) {
   return cudaLaunchKernelEx(&config, sort_rows_kernel, params, tokens);
 }
 
+template <typename S>
+cudaError_t launch_sorted(Params params, const LaunchOptions& options) {
+  params.cluster_rows = S::kClusterChunks * kChunkRows;
+  if constexpr (S::kGate) {
+    const cudaError_t error = sort_rows(params, options);
+    if (error != cudaSuccess) return error;
+  }
+  return launch<S>(params, options);
+}
+
 template <bool kGateUp, Storage kStorage>
 cudaError_t launch_shared(const Params& params, const LaunchOptions& options) {
-  return options.share > 1 ? launch<TileShape<kGateUp, 2, kStorage>>(params, options)
-                           : launch<TileShape<kGateUp, 1, kStorage>>(params, options);
+  return options.share > 1 ? launch_sorted<TileShape<kGateUp, 2, kStorage>>(params, options)
+                           : launch_sorted<TileShape<kGateUp, 1, kStorage>>(params, options);
 }
 
 template <bool kGateUp>
@@ -70,9 +80,8 @@ cudaError_t launch_storage(Storage storage, const Params& params, const LaunchOp
 }  // namespace
 
 cudaError_t launch_tiles(Storage storage, const Params& params, const LaunchOptions& options) {
-  if (!options.gate_up) return launch_storage<false>(storage, params, options);
-  const cudaError_t error = sort_rows(params, options);
-  return error == cudaSuccess ? launch_storage<true>(storage, params, options) : error;
+  return options.gate_up ? launch_storage<true>(storage, params, options)
+                         : launch_storage<false>(storage, params, options);
 }
 
 }  // namespace gptoss::moe

@@ -51,6 +51,7 @@ struct Params {
   // On FP8 tiles.
   float* sorted_scales;  // gather_tiles_kernel.cuh
   int weight_tiles;
+  int cluster_rows;  // the most of a token block
 };
 
 // One kernel each: what it computes, and how the activations are scaled that it makes or takes.

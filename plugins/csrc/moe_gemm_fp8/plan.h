@@ -89,11 +89,11 @@ GPTOSS_HOST_DEVICE constexpr int expert_columns(int rows) {
 constexpr int kMostPadding = 31;  // expert_columns(rows) - rows
 
 // The prefill plan on FP8 tiles: rows of an expert go in chunks, and a block of threads takes up to
-// kBlockChunks of them at a time, dealt to its warpgroups in turn.
+// kBlockChunks of them at a time, dealt to its warpgroups in turn (of pairs of tiles: half).
 constexpr int kChunkRows = 64;
 constexpr int kTileConsumers = 2;
-constexpr int kOwnChunks = 2;  // of a warpgroup, at most
-constexpr int kBlockChunks = kTileConsumers * kOwnChunks;
+constexpr int kOwnBlocks = 2;  // products of a chunk and a tile that a warpgroup has at once
+constexpr int kBlockChunks = kTileConsumers * kOwnBlocks;
 constexpr int kBlockRows = kBlockChunks * kChunkRows;
 // From this many rows an expert on average two blocks of threads share tokens (measured: 5% faster
 // at 1,024, 2% slower at 256).

@@ -6,9 +6,11 @@
 // run.
 //
 // A cluster of two blocks (kShare) multiplies the same tokens with two tiles and copies the tokens
-// once. Items are taken from a counter, because they cost as much as their rows: one warp takes
-// them and finds what their ends need, others copy (tiles_producer.cuh). Weights
-// that lie as MXFP4 are expanded into such tiles by warps ahead of the products (tiles_expand.cuh).
+// once. GATE_UP takes tiles that lie ready in pairs (kPairs): a block multiplies 128 tokens, read
+// into registers once for both, and a cluster copies the pair once. Items are taken from a counter,
+// because they cost as much as their rows: one warp takes them and finds what their ends need,
+// others copy (tiles_producer.cuh). Weights that lie as MXFP4 are expanded into such tiles by warps
+// ahead of the products (tiles_expand.cuh).
 //
 // Invariant: a result depends on its own row of x and its expert's weights only: records are added
 // in their order, whatever the token block.
@@ -16,16 +18,14 @@
 #define GPTOSS_TRT_MOE_GEMM_FP8_TILES_KERNEL_CUH_
 
 #include <cuda.h>
-#include <cuda_bf16.h>
-#include <cuda_fp8.h>
 
 #include <cstdint>
 
 #include "core/cluster.cuh"
 #include "core/ptx.cuh"
-#include "core/turn_quad.cuh"
+#include "core/wgmma_wide.cuh"
 #include "dense_fp8/instructions.cuh"
-#include "moe_gemm_fp8/epilogue.cuh"
+#include "moe_gemm_fp8/tiles_ends.cuh"
 #include "moe_gemm_fp8/tiles_expand.cuh"
 #include "moe_gemm_fp8/tiles_producer.cuh"
 #include "moe_gemm_fp8/tiles_schedule.cuh"
@@ -36,27 +36,6 @@ using dense_fp8::multiply;
 using dense_fp8::swizzled_rows;
 
 // ---- consumers ------------------------------------------------------------------------------
-
-using TileSums = float[kOwnChunks][kTileRows / 2];
-
-// A thread of a warpgroup has rows `row` and row + 8 of a chunk, columns `column` + 8j and the
-// next.
-struct TileLane {
-  int warpgroup, row, column;
-  uint32_t leader;  // of its warp
-
-  __device__ __forceinline__ TileLane() {
-    const int thread = threadIdx.x % 128;
-    warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
-    row = thread / 32 * 16 + thread % 32 / 4;
-    column = thread % 4 * 2;
-    leader = thread % 32 == 0;
-  }
-
-  // The warpgroup's chunks of a token block.
-  __device__ __forceinline__ int chunk(int own) const { return warpgroup + kTileConsumers * own; }
-  __device__ __forceinline__ int token(int own) const { return chunk(own) * kChunkRows + row; }
-};
 
 template <typename S>
 __device__ __forceinline__ void release_stage(const TileMemory<S>& memory, int stage,
@@ -73,74 +52,106 @@ __device__ __forceinline__ void release_stage(const TileMemory<S>& memory, int s
   }
 }
 
-// Of a thread's two rows of a chunk, times the tile's.
+// Of a thread's two rows of a chunk, times a tile's.
 struct TileScales {
   float low, high;
 };
 
 template <typename S>
 __device__ __forceinline__ TileScales load_scales(const TileMemory<S>& memory, const TileLane& lane,
-                                                  int stage, int own, float tile_scale) {
-  if constexpr (!S::kGate) return {tile_scale, tile_scale};
-  const uint32_t scales = memory.scales(stage) + lane.token(own) * 4;
-  return {tile_scale * load_shared_f32(scales), tile_scale * load_shared_f32(scales + 32)};
+                                                  const TileWork<S>& work, int stage, int block) {
+  const float tile = load_shared_f32(memory.weight_scale(stage, work.tile(block)));
+  if constexpr (!S::kGate) return {tile * kStaticScale, tile * kStaticScale};
+  const uint32_t at = memory.scales(stage) + (work.chunk(block) * kChunkRows + lane.row) * 4;
+  return {tile * load_shared_f32(at), tile * load_shared_f32(at + 32)};
 }
 
-// sum = the products of an item with kOwn chunks, record by record. What the next instructions need
-// is read while these run: a warpgroup that is done with its additions starts them at once.
-template <typename S, int kOwn, int kColumns>
+// What ldmatrix reads of a chunk: lane 8i + r gives the address of row r of rows 0 to 7, 8 to 15,
+// and the same of the next 16 columns.
+__device__ __forceinline__ uint32_t fragment_place() {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  return row * kRecordColumns + 16 * (lane / 16 ^ lane % 8);
+}
+
+using TokenFragments = uint32_t[kRecordColumns / 32][4];
+
+__device__ __forceinline__ void load_fragments(uint32_t place, TokenFragments& a) {
+#pragma unroll
+  for (int i = 0; i < kRecordColumns / 32; ++i) load_matrices(place ^ (32 * i), a[i]);
+  wgmma_operands_ready(a);
+}
+
+// sum = the products of an item, record by record. What the next instructions need is read while
+// these run: a warpgroup that is done with its additions starts them at once. Where tiles go in
+// pairs, tokens are read into registers, once for both.
+template <typename S, int kBlocks, int kColumns>
 __device__ __forceinline__ void multiply_item(const Params& p, const TileMemory<S>& memory,
-                                              const TileLane& lane, RingPlace<S::kStages>& place,
-                                              TileSums& sum) {
-  constexpr float kTokenScale = S::kGate ? 1.0f : kStaticScale;  // GATE_UP's tokens have their own
+                                              const TileLane& lane, const TileWork<S>& work,
+                                              RingPlace<S::kStages>& place, TileSums& sum) {
 #pragma unroll
-  for (int own = 0; own < kOwn; ++own) {
+  for (int block = 0; block < kBlocks; ++block) {
 #pragma unroll
-    for (int i = 0; i < kColumns / 2; ++i) sum[own][i] = 0.0f;
+    for (int i = 0; i < kColumns / 2; ++i) sum[block][i] = 0.0f;
   }
+  const auto tokens_at = [&](int stage, int block) {
+    return memory.tokens(stage) + work.chunk(block) * kChunkBytes;
+  };
+  const uint32_t fragments = S::kPairs ? fragment_place() : 0;
+  TokenFragments a;
   barrier_wait(memory.full(place.stage), place.parity);
-  float tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
-  TileScales next = load_scales(memory, lane, place.stage, 0, tile_scale);
+  TileScales next = load_scales(memory, lane, work, place.stage, 0);
+  if constexpr (S::kPairs) load_fragments(tokens_at(place.stage, 0) + fragments, a);
 #pragma unroll 1
   for (int left = p.records - 1; left >= 0; --left) {
     const int stage = place.stage;
-    const uint64_t weights = swizzled_rows(memory.weights(stage));
 #pragma unroll
-    for (int own = 0; own < kOwn; ++own) {
-      const uint64_t tokens = swizzled_rows(memory.tokens(stage) + lane.chunk(own) * kChunkBytes);
+    for (int block = 0; block < kBlocks; ++block) {
+      const uint64_t tokens = swizzled_rows(tokens_at(stage, block));
+      const uint64_t weights = swizzled_rows(memory.weights(stage, work.tile(block)));
       float part[kColumns / 2];
+      const auto start = [&](int i) {
+        if constexpr (S::kPairs) {
+          wgmma_e4m3<kColumns>(part, a[i], weights + 2 * i, i);
+        } else {
+          multiply<kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
+        }
+      };
       wgmma_fence();
       if (left > 0 || p.tail_halves == 2) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) multiply<kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
+        for (int i = 0; i < 4; ++i) start(i);
+        wgmma_commit();
       } else {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) multiply<kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
+        for (int i = 0; i < 2; ++i) start(i);
+        wgmma_commit();
       }
-      wgmma_commit();
       const TileScales now = next;
-      if (own + 1 < kOwn) {
-        next = load_scales(memory, lane, stage, own + 1, tile_scale);
+      if (block + 1 < kBlocks) {
+        next = load_scales(memory, lane, work, stage, block + 1);
       } else {
         place.step();
         if (left > 0) {
           barrier_wait(memory.full(place.stage), place.parity);
-          tile_scale = kTokenScale * load_shared_f32(memory.weight_scale(place.stage));
-          next = load_scales(memory, lane, place.stage, 0, tile_scale);
+          next = load_scales(memory, lane, work, place.stage, 0);
         }
       }
       wgmma_wait_all();
       wgmma_settle(part);
-      if (own + 1 == kOwn) release_stage(memory, stage, lane.leader);
+      if (block + 1 == kBlocks) {
+        release_stage(memory, stage, lane.leader);
+        // Behind the last record whatever lies there, to no use.
+        if constexpr (S::kPairs) load_fragments(tokens_at(place.stage, 0) + fragments, a);
+      }
 #pragma unroll
       for (int i = 0; i < kColumns / 2; ++i) {
-        sum[own][i] = fmaf(part[i], i % 4 < 2 ? now.low : now.high, sum[own][i]);
+        sum[block][i] = fmaf(part[i], i % 4 < 2 ? now.low : now.high, sum[block][i]);
       }
     }
   }
 }
 
-// An item of whose chunks the warpgroup has none.
+// An item of which the warpgroup has nothing.
 template <typename S>
 __device__ __forceinline__ void pass_item(const Params& p, const TileMemory<S>& memory,
                                           const TileLane& lane, RingPlace<S::kStages>& place) {
@@ -151,171 +162,43 @@ __device__ __forceinline__ void pass_item(const Params& p, const TileMemory<S>& 
   }
 }
 
-// Byte b of word w becomes byte w of word b.
-__device__ __forceinline__ uint4 transpose_bytes(const uint32_t (&words)[4]) {
-  const uint32_t low_01 = __byte_perm(words[0], words[1], 0x5140);
-  const uint32_t low_23 = __byte_perm(words[2], words[3], 0x5140);
-  const uint32_t high_01 = __byte_perm(words[0], words[1], 0x7362);
-  const uint32_t high_23 = __byte_perm(words[2], words[3], 0x7362);
-  return make_uint4(__byte_perm(low_01, low_23, 0x5410), __byte_perm(low_01, low_23, 0x7632),
-                    __byte_perm(high_01, high_23, 0x5410), __byte_perm(high_01, high_23, 0x7632));
-}
-
-__device__ __forceinline__ uint32_t e4m3_pair(float low, float high) {
-  constexpr float kInverse = 1.0f / kStaticScale;
-  return __nv_cvt_float2_to_fp8x2(make_float2(low * kInverse, high * kInverse), __NV_SATFINITE,
-                                  __NV_E4M3);
-}
-
-// Columns `column` + 8j of the item's bias, and the next, as bf16 bits.
-template <int kColumns, bool kPermuted>
-struct TileBias {
-  uint32_t pairs[kColumns / 8];
-
-  __device__ __forceinline__ TileBias(const TileSlot& slot, const TileLane& lane) {
-    if constexpr (kPermuted) {
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 4) {
-        const uint4 four = *reinterpret_cast<const uint4*>(slot.bias + lane.column * 4 + 8 * j);
-        pairs[j] = four.x;
-        pairs[j + 1] = four.y;
-        pairs[j + 2] = four.z;
-        pairs[j + 3] = four.w;
-      }
-    } else {
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; ++j) {
-        pairs[j] = *reinterpret_cast<const uint32_t*>(slot.bias + lane.column + 8 * j);
-      }
-    }
-  }
-  __device__ __forceinline__ float even(int j) const { return __uint_as_float(pairs[j] << 16); }
-  __device__ __forceinline__ float odd(int j) const {
-    return __uint_as_float(pairs[j] & 0xFFFF0000u);
-  }
-};
-
-// A thread has channels 4j + t of a row (permuted: 16 (j / 4) + 4t + j % 4), and stores the 16 from
-// 16t on.
-template <int kOwn, bool kPermuted>
-__device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, const TileLane& lane,
-                                        const TileSums& sum) {
-  const int channels = p.n / 2;
-  const int channel = slot.item.tile * (kTileRows / 2) + threadIdx.x % 4 * 16;
-  const TileBias<kTileRows, kPermuted> bias(slot, lane);
-#pragma unroll
-  for (int own = 0; own < kOwn; ++own) {
-    uint32_t words[2][4];
-#pragma unroll
-    for (int j = 0; j < kTileRows / 8; j += 2) {
-      float h[2][2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int row = 0; row < 2; ++row) {
-          const float* pair = sum[own] + 4 * (j + i) + 2 * row;
-          h[row][i] =
-              swiglu(pair[0] + bias.even(j + i), pair[1] + bias.odd(j + i), p.limit, p.alpha);
-        }
-      }
-#pragma unroll
-      for (int row = 0; row < 2; ++row) {
-        const uint32_t codes = e4m3_pair(h[row][0], h[row][1]);
-        words[row][j / 4] = j % 4 == 0 ? codes : words[row][j / 4] | codes << 16;
-      }
-    }
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      turn_quad(words[row]);
-      const uint4 codes =
-          kPermuted ? make_uint4(words[row][0], words[row][1], words[row][2], words[row][3])
-                    : transpose_bytes(words[row]);
-      const int token = lane.token(own) + 8 * row;
-      if (token < slot.item.rows && channel < channels) {
-        *reinterpret_cast<uint4*>(static_cast<uint8_t*>(p.out) +
-                                  static_cast<int64_t>(slot.item.first + token) * channels +
-                                  channel) = codes;
-      }
-    }
-  }
-}
-
-template <int kOwn, int kColumns, bool kPermuted>
-__device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
-                                          const TileLane& lane, const TileSums& sum) {
-  const int first = slot.item.tile * kTileRows;
-  const TileBias<kColumns, kPermuted> bias(slot, lane);
-  uint2 rows[kOwn][2];
-#pragma unroll
-  for (int i = 0; i < 2 * kOwn; ++i) rows[i / 2][i % 2] = slot.rows[lane.token(i / 2) + i % 2 * 8];
-#pragma unroll
-  for (int own = 0; own < kOwn; ++own) {
-#pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int token = lane.token(own) + 8 * row;
-      const bool present = token < slot.item.rows;
-      const uint2 info = rows[own][row];
-      const float weight = __uint_as_float(info.y);
-      const int64_t at = static_cast<int64_t>(info.x) * p.n + first;
-#pragma unroll
-      for (int j = 0; j < kColumns / 8; j += 4) {
-        float2 values[4];
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = sum[own] + 4 * (j + i) + 2 * row;
-          values[i] = make_float2(weight * (pair[0] + bias.even(j + i)),
-                                  weight * (pair[1] + bias.odd(j + i)));
-          const __nv_bfloat162 rounded = __floats2bfloat162_rn(values[i].x, values[i].y);
-          words[i] = *reinterpret_cast<const uint32_t*>(&rounded);
-        }
-        if (p.out_fp32) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const int column =
-                kPermuted ? 8 * j + 4 * lane.column + 2 * i : lane.column + 8 * (j + i);
-            if (present && first + column < p.n) {
-              *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at + column) = values[i];
-            }
-          }
-          continue;
-        }
-        if constexpr (!kPermuted) turn_quad(words);
-        const int column = 8 * (j + threadIdx.x % 4);
-        if (present && first + column < p.n) {
-          *reinterpret_cast<uint4*>(static_cast<__nv_bfloat16*>(p.out) + at + column) =
-              make_uint4(words[0], words[1], words[2], words[3]);
-        }
-      }
-    }
-  }
-}
-
-template <typename S, int kOwn, int kColumns = kTileRows>
-__device__ __forceinline__ void consume_item(const Params& p, const TileMemory<S>& memory,
-                                             const TileSlot& slot, const TileLane& lane,
-                                             RingPlace<S::kStages>& place) {
+template <typename S, int kBlocks, int kColumns = kTileRows>
+__device__ __forceinline__ void consume_columns(const Params& p, const TileMemory<S>& memory,
+                                                const TileSlot& slot, const TileLane& lane,
+                                                const TileWork<S>& work,
+                                                RingPlace<S::kStages>& place) {
   TileSums sum;
-  multiply_item<S, kOwn, kColumns>(p, memory, lane, place, sum);
+  multiply_item<S, kBlocks, kColumns>(p, memory, lane, work, place, sum);
   if constexpr (S::kGate) {
-    store_h<kOwn, S::kExpand>(p, slot, lane, sum);
+    store_h<S, kBlocks>(p, slot, lane, work, sum);
   } else {
-    store_out<kOwn, kColumns, S::kExpand>(p, slot, lane, sum);
+    store_out<S, kBlocks, kColumns>(p, slot, lane, work, sum);
   }
 }
 
 // DOWN has tiles whose second half lies behind n: the first is multiplied alone.
-template <typename S, int kOwn>
-__device__ __forceinline__ void consume_chunks(const Params& p, const TileMemory<S>& memory,
+template <typename S, int kBlocks>
+__device__ __forceinline__ void consume_blocks(const Params& p, const TileMemory<S>& memory,
                                                const TileSlot& slot, const TileLane& lane,
+                                               const TileWork<S>& work,
                                                RingPlace<S::kStages>& place) {
   if constexpr (!S::kGate) {
     if ((slot.item.tile + 1) * kTileRows - p.n >= kTileRows / 2) {
-      consume_item<S, kOwn, kTileRows / 2>(p, memory, slot, lane, place);
+      consume_columns<S, kBlocks, kTileRows / 2>(p, memory, slot, lane, work, place);
       return;
     }
   }
-  consume_item<S, kOwn>(p, memory, slot, lane, place);
+  consume_columns<S, kBlocks>(p, memory, slot, lane, work, place);
+}
+
+// Returns how many blocks of the item the warpgroup has.
+template <typename S>
+__device__ __forceinline__ int share_item(const TileItem& item, int warpgroup, TileWork<S>& work) {
+  work = {warpgroup, 0};
+  if constexpr (!S::kPairs) return ceil_div(item.chunks - warpgroup, kTileConsumers);
+  if (item.chunks != 1) return item.chunks == 0 ? 0 : item.tiles;
+  work = {0, warpgroup};  // of the only chunk a tile each
+  return warpgroup < item.tiles;
 }
 
 template <typename S>
@@ -327,11 +210,12 @@ __device__ __forceinline__ void consume_items(const Params& p, const TileMemory<
     barrier_wait(memory.item_full(slots.stage), slots.parity);
     const TileSlot& slot = memory.slot(slots.stage);
     if (slot.item.expert < 0) return;
-    const int own = ceil_div(slot.item.chunks - lane.warpgroup, kTileConsumers);
-    if (own == kOwnChunks) {
-      consume_chunks<S, kOwnChunks>(p, memory, slot, lane, place);
-    } else if (own == 1) {
-      consume_chunks<S, 1>(p, memory, slot, lane, place);
+    TileWork<S> work;
+    const int blocks = share_item(slot.item, lane.warpgroup, work);
+    if (blocks == kOwnBlocks) {
+      consume_blocks<S, kOwnBlocks>(p, memory, slot, lane, work, place);
+    } else if (blocks == 1) {
+      consume_blocks<S, 1>(p, memory, slot, lane, work, place);
     } else {
       pass_item(p, memory, lane, place);
     }

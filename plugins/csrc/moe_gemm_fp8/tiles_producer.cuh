@@ -27,6 +27,8 @@ constexpr int kChunkBytes = kChunkRows * kRecordColumns;
 constexpr int kTakeAhead = 6;
 constexpr int kTileStrips = kTileRows / kStripRows;
 
+constexpr int kTilePitch = ceil_div(kTileBytes, kTileSwizzle) * kTileSwizzle;
+
 constexpr int kTakingBytes = 8 + (8 + 8 + 4) * kItemSlots;  // TileMemory::wanted() and behind it
 
 // Records as they lie in memory, ahead of their expansion: those of a tile's strips.
@@ -37,8 +39,14 @@ constexpr int kRawBytes = ceil_div(kTileStrips * kRawPitch, 128) * 128;
 // An item and what its end needs.
 struct TileSlot {
   TileItem item;
-  uint16_t bias[kTileRows];  // bf16 bits
-  uint2 rows[kBlockRows];    // output slot and routing weight; not there for GATE_UP
+  // bf16 bits. DOWN has no pairs of tiles, GATE_UP no rows: kSlotBytes.
+  union {
+    uint16_t bias[2 * kTileRows];
+    struct {
+      uint16_t bias[kTileRows];
+      uint2 rows[kBlockRows];  // output slot and routing weight
+    } down;
+  };
 };
 
 // Byte offsets from a multiple of kTileSwizzle.
@@ -55,11 +63,19 @@ struct TileShape {
   static constexpr int kExpandingWarps = kExpand ? 4 : 0;
   static constexpr int kCopyingThreads = kExpand ? 2 : 1;
   static constexpr int kShare = kSharing, kStages = kTileStages;
-  static constexpr int kTokenBytes = kBlockRows * kRecordColumns;
-  // A stage: tokens, a tile and its scale, scales of tokens. Where tiles are expanded, the scales
+  // GATE_UP's FP8 tiles go in pairs to blocks of 128 tokens, so that a warpgroup reads its tokens
+  // once for both (measured: 4% faster than tile by tile, DOWN 2% slower).
+  static constexpr bool kPairs = kGate && !kExpand;
+  static constexpr int kTiles = kPairs ? 2 : 1;
+  static constexpr int kClusterTiles = kPairs ? kTiles : kShare;
+  static constexpr int kChunks = kPairs ? kTileConsumers : kBlockChunks;
+  static constexpr int kClusterChunks = kPairs ? kShare * kChunks : kChunks;
+  static constexpr int kBoxes = kPairs ? 1 : kShare;  // copies of a chunk
+  static constexpr int kTokenBytes = kChunks * kChunkBytes;
+  // A stage: tokens, tiles and their scales, scales of tokens. Where tiles are expanded, the scales
   // of all stages lie behind these: they would take a kilobyte each for the swizzle's sake.
-  static constexpr int kTokenScaleBytes = kGate ? kBlockRows * 4 : 0;
-  static constexpr int kScalesAt = kTokenBytes + kTileBytes;
+  static constexpr int kTokenScaleBytes = kGate ? kChunks * kChunkRows * 4 : 0;
+  static constexpr int kScalesAt = kTokenBytes + (kTiles - 1) * kTilePitch + kTileBytes;
   static constexpr int kStageBytes =
       kExpand ? kTokenBytes + kTileRows * kRecordColumns
               : ceil_div(kScalesAt + kTokenScaleBytes, kTileSwizzle) * kTileSwizzle;
@@ -67,7 +83,8 @@ struct TileShape {
   static constexpr int kWeightScalesAt = kApartAt + kStages * kTokenScaleBytes;
   static constexpr int kApartBytes = kExpand ? kStages * (kTokenScaleBytes + 16) : 0;
   static constexpr int kSlotBytes =
-      kGate ? static_cast<int>(offsetof(TileSlot, rows)) : static_cast<int>(sizeof(TileSlot));
+      kGate ? static_cast<int>(offsetof(TileSlot, bias)) + kTiles * kTileRows * 2
+            : static_cast<int>(sizeof(TileSlot));
   static constexpr int kRawAt = ceil_div(kApartAt + kApartBytes, 128) * 128;
   static constexpr int kSlotsAt = kRawAt + (kExpand ? kRawStages * kRawBytes : 0);
   static constexpr int kBarriersAt = kSlotsAt + kItemSlots * kSlotBytes;
@@ -84,10 +101,12 @@ struct TileMemory {
   uint32_t address;
 
   __device__ uint32_t tokens(int stage) const { return address + stage * S::kStageBytes; }
-  __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
-  __device__ uint32_t weight_scale(int stage) const {
+  __device__ uint32_t weights(int stage, int tile = 0) const {
+    return tokens(stage) + S::kTokenBytes + tile * kTilePitch;
+  }
+  __device__ uint32_t weight_scale(int stage, int tile = 0) const {
     return S::kExpand ? address + S::kWeightScalesAt + stage * 16
-                      : weights(stage) + kTileRows * kRecordColumns;
+                      : weights(stage, tile) + kTileRows * kRecordColumns;
   }
   __device__ uint32_t scales(int stage) const {
     return S::kExpand ? address + S::kApartAt + stage * S::kTokenScaleBytes
@@ -137,6 +156,17 @@ __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorM
       : "memory");
 }
 
+// The same of bulk_copy.
+__device__ __forceinline__ void bulk_copy_to_all(uint32_t target, const void* source,
+                                                 uint32_t bytes, uint32_t barrier,
+                                                 uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1], %2, [%3], %4;" ::"r"(target),
+      "l"(source), "r"(bytes), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Fills the slots of items, one warp.
 template <typename S>
 class SlotFiller {
@@ -146,7 +176,7 @@ class SlotFiller {
         memory_(memory),
         tables_(memory.tables(), p.experts),
         rank_(S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0),
-        total_(tables_.blocks_before[p.experts] * ceil_div(p.weight_tiles, S::kShare)) {}
+        total_(tables_.blocks_before[p.experts] * ceil_div(p.weight_tiles, S::kClusterTiles)) {}
 
   __device__ __forceinline__ void fill_first() {
     write(blockIdx.x / S::kShare);
@@ -165,8 +195,8 @@ class SlotFiller {
     copies_wait_all();
     TileSlot& slot = memory_.slot(place_.stage);
     for (int row = threadIdx.x % 32; row < rows_; row += 32) {
-      copy_word_async(shared_address(&slot.rows[row].y), p_.expert_weights + slot.rows[row].x,
-                      true);
+      copy_word_async(shared_address(&slot.down.rows[row].y),
+                      p_.expert_weights + slot.down.rows[row].x, true);
     }
   }
 
@@ -216,7 +246,7 @@ class SlotFiller {
       rows_ = -1;
       return;
     }
-    const TileItem item = make_item<S::kShare>(p_, tables_, index, rank_, expert_);
+    const TileItem item = make_item<S>(p_, tables_, index, rank_, expert_);
     rows_ = item.rows;
     if (lane == 0) {
       slot.item = item;
@@ -229,15 +259,16 @@ class SlotFiller {
     }
     const uint16_t* bias = p_.bias + static_cast<int64_t>(item.expert) * p_.n;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {  // n is even
-      const int inside = lane * 4 + 2 * i, column = item.tile * kTileRows + inside;
+    for (int i = 0; i < 2 * S::kTiles; ++i) {  // n is even
+      const int inside = (lane + i * 32) * 2, column = item.tile * kTileRows + inside;
       const bool present = p_.bias != nullptr && column < p_.n;
       copy_word_async(shared_address(slot.bias + inside),
                       present ? static_cast<const void*>(bias + column) : p_.weights, present);
     }
     if constexpr (!S::kGate) {
       for (int row = lane; row < item.rows; row += 32) {
-        copy_word_async(shared_address(&slot.rows[row].x), p_.row_slots + item.first + row, true);
+        copy_word_async(shared_address(&slot.down.rows[row].x), p_.row_slots + item.first + row,
+                        true);
       }
     }
   }
@@ -282,18 +313,18 @@ template <typename S>
 __device__ __forceinline__ void copy_chunk(const Params& p, const TileMemory<S>& memory,
                                            const CUtensorMap& map, const TileItem& item, int rank,
                                            int chunk, int record, int stage) {
-  constexpr int kBoxRows = kChunkRows / S::kShare, kBoxBytes = kChunkBytes / S::kShare;
+  constexpr int kBoxRows = kChunkRows / S::kBoxes, kBoxBytes = kChunkBytes / S::kBoxes;
   const uint32_t full = memory.full(stage);
   const int column = record * kRecordColumns;
   const uint32_t to = memory.tokens(stage) + chunk * kChunkBytes;
   const int row = item.first + chunk * kChunkRows;
-  if constexpr (S::kShare == 1) {
+  if constexpr (S::kBoxes == 1) {
     copy_box(to, map, column, row, full);
   } else if (item.shared) {
     copy_box_to_all(to + rank * kBoxBytes, map, column, row + rank * kBoxRows, full,
                     (1 << S::kShare) - 1);
   } else {
-    for (int part = 0; part < S::kShare; ++part) {
+    for (int part = 0; part < S::kBoxes; ++part) {
       copy_box(to + part * kBoxBytes, map, column, row + part * kBoxRows, full);
     }
   }
@@ -303,7 +334,7 @@ __device__ __forceinline__ void copy_chunk(const Params& p, const TileMemory<S>&
 template <typename S>
 __device__ __forceinline__ void copy_scales(const Params& p, const TileMemory<S>& memory,
                                             const TileItem& item, int record, int stage) {
-  bulk_copy(memory.scales(stage), p.sorted_scales + item.scales + record * kBlockRows,
+  bulk_copy(memory.scales(stage), p.sorted_scales + item.scales + record * p.cluster_rows,
             item.chunks * kChunkRows * 4, memory.full(stage));
 }
 
@@ -311,6 +342,7 @@ __device__ __forceinline__ void copy_scales(const Params& p, const TileMemory<S>
 __device__ __forceinline__ TileItem uniform_item(const TileItem& item) {
   TileItem same;
   same.expert = __shfl_sync(0xFFFFFFFFu, item.expert, 0);
+  same.tiles = __shfl_sync(0xFFFFFFFFu, item.tiles, 0);
   same.tile = __shfl_sync(0xFFFFFFFFu, item.tile, 0);
   same.first = __shfl_sync(0xFFFFFFFFu, item.first, 0);
   same.chunks = __shfl_sync(0xFFFFFFFFu, item.chunks, 0);
@@ -329,15 +361,23 @@ __device__ __forceinline__ void copy_record(const Params& p, const TileMemory<S>
     barrier_arrive(full);
     return;
   }
-  barrier_expect_bytes(full, token_bytes<S>(item) + (S::kExpand ? 0 : kTileBytes));
+  barrier_expect_bytes(full, token_bytes<S>(item) + (S::kExpand ? 0 : item.tiles * kTileBytes));
 #pragma unroll
-  for (int chunk = 0; chunk < kBlockChunks; ++chunk) {
+  for (int chunk = 0; chunk < S::kChunks; ++chunk) {
     if (chunk < item.chunks) copy_chunk<S>(p, memory, map, item, rank, chunk, record, stage);
   }
   if constexpr (S::kGate) copy_scales<S>(p, memory, item, record, stage);
   if constexpr (!S::kExpand) {
-    bulk_copy(memory.weights(stage), weights + static_cast<int64_t>(record) * kTileBytes,
-              kTileBytes, full);
+#pragma unroll
+    for (int tile = 0; tile < S::kTiles; ++tile) {
+      if (tile >= item.tiles) break;
+      const uint8_t* from = weights + static_cast<int64_t>(tile * p.records + record) * kTileBytes;
+      if (!S::kPairs || S::kShare == 1 || !item.shared) {
+        bulk_copy(memory.weights(stage, tile), from, kTileBytes, full);
+      } else if (tile == rank) {
+        bulk_copy_to_all(memory.weights(stage, tile), from, kTileBytes, full, (1 << S::kShare) - 1);
+      }
+    }
   }
 }
 

@@ -1,7 +1,7 @@
-// Which work a block of threads does in the plan of FP8 tiles. A token block is up to kBlockChunks
-// chunks of kChunkRows rows of one expert. An item is a token block and a tile of weights for each
-// block of threads of a cluster; items are ordered by (expert, tiles, token block), so that
-// neighbours read the same weights, and dealt out in turn.
+// Which work a block of threads does in the plan of FP8 tiles. A token block is some chunks of
+// kChunkRows rows of one expert. An item is a token block and the tiles of weights that a cluster
+// takes at once; items are ordered by (expert, tiles, token block), so that neighbours read the
+// same weights.
 #ifndef GPTOSS_TRT_MOE_GEMM_FP8_TILES_SCHEDULE_CUH_
 #define GPTOSS_TRT_MOE_GEMM_FP8_TILES_SCHEDULE_CUH_
 
@@ -12,10 +12,6 @@
 namespace gptoss::moe {
 
 GPTOSS_HOST_DEVICE constexpr int tile_chunks(int rows) { return ceil_div(rows, kChunkRows); }
-
-GPTOSS_HOST_DEVICE constexpr int tile_blocks(int rows) {
-  return ceil_div(tile_chunks(rows), kBlockChunks);
-}
 
 // In shared memory, for e <= E.
 struct TileTables {
@@ -37,7 +33,7 @@ struct TileTables {
       for (int first = 0; first < p.experts; first += 32) {
         const int expert = first + lane;
         const int rows = expert < p.experts ? rows_before[expert + 1] - rows_before[expert] : 0;
-        const int32_t blocks = tile_blocks(rows);
+        const int32_t blocks = ceil_div(rows, p.cluster_rows);
         int32_t sum = blocks;
 #pragma unroll
         for (int step = 1; step < 32; step *= 2) {
@@ -63,43 +59,46 @@ struct TileTables {
 // What one block of threads does with one item.
 struct __align__(16) TileItem {
   int expert;  // negative: no more items
-  int tile;    // of the weights
+  int tile;    // the first, of the weights
+  int tiles;   // at once
   int first;   // sorted row of its first token
-  int rows;    // 0 to kBlockRows; none: the stages pass by
+  int rows;    // none: the stages pass by
   int chunks;
-  int shared;  // the cluster's blocks have the same tokens
+  int shared;  // the cluster's blocks have the same tokens; where tiles go in pairs the same tiles
   int scales;  // GATE_UP: place of the first token's scales (gather_tiles_kernel.cuh)
-  int unused;
 };
 
-// Of the item `index` (0 to blocks x groups - 1) for the block `rank` of a cluster of kShare;
-// `expert` is at or before its expert, and moved on. The last tile of an odd number is multiplied
-// by both blocks of a cluster, for half of the chunks each.
-template <int kShare>
+// Of the item `index` (0 to blocks x groups - 1) for the block `rank` of a cluster; `expert` is at
+// or before its expert, and moved on. A pair of tiles is for all of a cluster, half of the chunks
+// each; so is the last of an odd number of single tiles.
+template <typename S>
 __device__ __forceinline__ TileItem make_item(const Params& p, const TileTables& tables, int index,
                                               int rank, int& expert) {
-  const int groups = ceil_div(p.weight_tiles, kShare);
+  constexpr int kTiles = S::kClusterTiles;
+  const int groups = ceil_div(p.weight_tiles, kTiles);
   while (tables.blocks_before[expert + 1] * groups <= index) ++expert;
   const int blocks = tables.blocks(expert);
   const int inside = index - tables.blocks_before[expert] * groups;
   const int group = inside / blocks, block = inside - group * blocks;
   const int all = tile_chunks(tables.rows(expert));
-  const int first_chunk = block * kBlockChunks;
+  const int first_chunk = block * S::kClusterChunks;
+  const bool alone = !S::kPairs && group * kTiles + 1 == p.weight_tiles;
   TileItem item;
   item.expert = expert;
-  item.tile = group * kShare + rank;
-  item.chunks = min(all - first_chunk, kBlockChunks);
+  item.tile = group * kTiles;
+  item.tiles = S::kPairs ? min(p.weight_tiles - item.tile, kTiles) : 1;
+  item.chunks = min(all - first_chunk, S::kClusterChunks);
   item.first = tables.rows_before[expert] + first_chunk * kChunkRows;
-  item.scales = (tables.blocks_before[expert] + block) * p.records * kBlockRows;
-  item.shared = kShare > 1;
-  item.unused = 0;
-  if (kShare > 1 && group * kShare + 1 == p.weight_tiles) {
+  item.scales = (tables.blocks_before[expert] + block) * p.records * p.cluster_rows;
+  item.shared = S::kShare > 1;
+  if (S::kShare > 1 && (S::kPairs || alone)) {
     const int low = (item.chunks + 1) / 2;
-    item.tile = group * kShare;
-    item.shared = 0;
+    item.shared = !alone && item.chunks > 1;
     item.chunks = rank == 0 ? low : item.chunks - low;
     item.first += rank * low * kChunkRows;
     item.scales += rank * low * kChunkRows;
+  } else if (!S::kPairs) {
+    item.tile += rank;
   }
   item.rows = min(item.chunks * kChunkRows, tables.rows_before[expert + 1] - item.first);
   if (item.chunks == 0) item.rows = 0;
