@@ -312,8 +312,9 @@ __device__ __forceinline__ void attention_phase(const Params& p, const Layer& la
   };
   if (warp < keys.tiles) load(warp, window ? rows.window : rows.full);
   const int pair = part * ((kHeadValues / 2) / keys.parts) + thread_index() / keys.parts;
+  // Warps behind the group's have no query; they may read a sink, but none behind the last.
   const float sink = bf16_to_float(
-      __ldg(static_cast<const uint16_t*>(layer.sinks) + kv_head * kGroup + pair / 32));
+      __ldg(static_cast<const uint16_t*>(layer.sinks) + kv_head * kGroup + pair / 32 % kGroup));
   rotate(p, layer, shared, keys, window, flag);
   attention_sync();
   auto& meeting = shared.attention;
