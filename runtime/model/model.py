@@ -166,7 +166,7 @@ class GptOssModel:
 
 
 def _tell_pins_without_effect() -> None:
-    """Ahead of a product in FP8 attention ends quantised, in ops of their own, so pins of the others do nothing."""
+    """With dense FP8 attention writes FP8, by ops of their own (..._quant): pins of the plain ones do nothing then."""
     for op in ("attention_prefill", "attention_decode"):
         name, called = dispatch.pinned(op), f"{op}_quant"
         if name is not None and name != (taken := dispatch.preferred(called)):

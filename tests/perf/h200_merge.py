@@ -38,7 +38,7 @@ def write(path: Path, cells: dict[tuple[Any, ...], dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0] if __doc__ else None)
-    parser.add_argument("folder", type=Path, help="what h200.sh was given")
+    parser.add_argument("folder", type=Path, help="what h200.sh or served_h200.sh was given")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results files")
     options = parser.parse_args()
     core, merged = read(options.folder / "core.jsonl"), read(options.results / "h200.jsonl")
