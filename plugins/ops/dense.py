@@ -117,7 +117,7 @@ def dense_fp8_add(
     stream. Raises LibraryError when a call fails."""
     tiles = tiles_for(len(x), *weight.shape)
     if takes_addition(x, weight, segments, tiles):
-        dense_fp8_add_tiles(x, x_scale, weight, weight_scale, segments, bias, residual, tiles)
+        dense_fp8_tiles(x, x_scale, weight, weight_scale, segments, bias, residual, tiles, adds=True)
     else:
         delta = torch.empty_like(residual)
         dense_fp8(x, x_scale, weight, weight_scale, segments, bias, delta)
@@ -125,7 +125,7 @@ def dense_fp8_add(
 
 
 def takes_addition(x: torch.Tensor, weight: torch.Tensor, segments: list[int], tiles: Tiles) -> bool:
-    """Whether dense_fp8_add goes to `dense_fp8_add_tiles`, cut as `tiles` says."""
+    """Whether `dense_fp8_tiles`, cut as `tiles` says, can end with the addition of dense_fp8_add."""
     whole = tiles.tokens in ADDING_TILES and tiles.parts <= 1
     fits = len(segments) <= triton_dense.MAX_SEGMENTS and takes_tiles(x, weight, segments)
     return len(x) >= LEAST_ADDING and whole and fits
@@ -182,26 +182,13 @@ def dense_fp8_tiles(
     bias: torch.Tensor | None,
     out: torch.Tensor,
     tiles: Tiles,
+    *,
+    adds: bool = False,
 ) -> None:
-    """dense_fp8 on tensor cores, cut as `tiles` says. Runs on the current stream. Raises LibraryError when the call
-    fails."""
-    _launch_tiles(_tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, out, tiles), x.device)
-
-
-def dense_fp8_add_tiles(
-    x: torch.Tensor,
-    x_scale: torch.Tensor,
-    weight: torch.Tensor,
-    weight_scale: torch.Tensor,
-    segments: list[int],
-    bias: torch.Tensor | None,
-    residual: torch.Tensor,
-    tiles: Tiles,
-) -> None:
-    """dense_fp8_add in one kernel, cut as `tiles` says: 128 or 256 tokens, K whole. Runs on the current stream. Raises
-    LibraryError when the call fails."""
-    args = _tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, residual, tiles)
-    args.flags |= library.DENSE_ADDS
+    """dense_fp8 on tensor cores, cut as `tiles` says; with `adds` dense_fp8_add of what is in `out`, by tiles of 128 or
+    256 tokens with K whole. Runs on the current stream. Raises LibraryError when the call fails."""
+    args = _tiles_arguments(x, x_scale, weight, weight_scale, segments, bias, out, tiles)
+    args.flags |= library.DENSE_ADDS if adds else 0
     _launch_tiles(args, x.device)
 
 

@@ -134,7 +134,7 @@ def dense_tiles() -> None:
                 out = poisoned(tokens, rows, dtype=dtype).cuda()
                 library_dense.dense_fp8_tiles(*case, segments, bias, out, tiles)
             if tiles.tokens in library_dense.ADDING_TILES and tiles.parts == 1:
-                library_dense.dense_fp8_add_tiles(*case, segments, bias, bf16(tokens, rows).cuda(), tiles)
+                library_dense.dense_fp8_tiles(*case, segments, bias, bf16(tokens, rows).cuda(), tiles, adds=True)
 
 
 def dense_rotation() -> None:

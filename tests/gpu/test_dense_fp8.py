@@ -10,7 +10,7 @@ import torch
 from moe_case import SHORT_SUM, SHORT_SUM_TOLERANCE, SUM_TOLERANCE, Guarded, worst
 
 import gptoss_trt.ops  # noqa: F401 - registers torch.ops.gptoss_trt
-from gptoss_trt.ops.dense import CHOSEN, Tiles, dense_fp8_add_tiles, dense_fp8_tiles
+from gptoss_trt.ops.dense import CHOSEN, Tiles, dense_fp8_tiles
 from gptoss_trt.reference.act_quant import act_quant
 
 E4M3 = torch.float8_e4m3fn
@@ -152,7 +152,9 @@ def test_addition_to_a_residual(tiles: Tiles, tokens: int, rows: int, columns: i
     got.tensor.copy_(residual)
     delta = case.run(Tiles(max(tiles.tokens, 128), 1))
     for _ in range(2):
-        dense_fp8_add_tiles(case.x, case.x_scale, case.weight, case.weight_scale, [], case.bias, got.tensor, tiles)
+        dense_fp8_tiles(
+            case.x, case.x_scale, case.weight, case.weight_scale, [], case.bias, got.tensor, tiles, adds=True
+        )
         residual += delta
     torch.cuda.synchronize()
     got.check()
