@@ -84,6 +84,10 @@ class Cases:
     def _copies(self, weight_bytes: float) -> int:
         return max(1, min(16, int(self._copy_bytes // max(1, weight_bytes))))
 
+    @staticmethod
+    def _cloned(weight: torch.Tensor, copies: int) -> list[torch.Tensor]:
+        return [weight] + [weight.clone() for _ in range(copies - 1)]
+
     def _embedding(self, tokens: int) -> Case:
         vocab, hidden = self._config.vocab_size, self._config.hidden_size
         ids = torch.randint(0, vocab, (tokens,), dtype=torch.int32, device=self._device)
@@ -114,6 +118,12 @@ class Cases:
         scales = self._empty(-(-width // group), rows, dtype=torch.float32) if group else None
         return self._empty(rows, width, dtype=E4M3), scales
 
+    def _codes(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x bf16, quantised by groups of 128."""
+        values, scales = self._quantised(*x.shape)
+        ops.act_quant(x, 128, values, scales)
+        return values, scales
+
     def _dense(self, tokens: int, head_rows: int) -> list[Case]:
         config = self._config
         qkv, out = "layers.0.attention.qkv", "layers.0.attention.out"
@@ -134,7 +144,7 @@ class Cases:
         rows = first.shape[0]
         weight_bytes = rows * columns * WEIGHT_BYTES[self._formats.dense]
         copies = self._copies(weight_bytes)
-        weights = [first] + [first.clone() for _ in range(copies - 1)]
+        weights = self._cloned(first, copies)
         x = self._bf16(tokens, columns)
         out = self._empty(tokens, rows, dtype=torch.float32 if stem == "lm_head" else torch.bfloat16)
         moved = weight_bytes + tokens * columns * (1 if fp8 else 2) + out.numel() * out.element_size()
@@ -142,8 +152,7 @@ class Cases:
         if not fp8:
             return Case("dense", what, lambda i: ops.dense(x, weights[i], None, out), copies, moved, bf16_flop=flop)
         scale = self._tensors[f"{stem}.weight_scale"]
-        values, scales = self._quantised(tokens, columns)
-        ops.act_quant(x, 128, values, scales)
+        values, scales = self._codes(x)
         op = ops.dense_fp8_add if adds else ops.dense_fp8
 
         def call(i: int) -> None:
@@ -186,9 +195,8 @@ class Cases:
         first, scale = (self._tensors[f"layers.0.attention.qkv.{part}"] for part in ("weight", "weight_scale"))
         rows, columns = first.shape
         copies = self._copies(rows * columns)
-        weights = [first] + [first.clone() for _ in range(copies - 1)]
-        values, scales = self._quantised(tokens, columns)
-        ops.act_quant(self._bf16(tokens, columns), 128, values, scales)
+        weights = self._cloned(first, copies)
+        values, scales = self._codes(self._bf16(tokens, columns))
         segments = list(qkv_segments(config, Mapping()))
 
         def call(i: int) -> None:
@@ -304,14 +312,13 @@ class Cases:
         used = int(active[0])
         weight_bytes = shape[0] * shape[1] * WEIGHT_BYTES[formats.experts]
         copies = self._copies(config.num_experts * weight_bytes)
-        stored = [weight] + [weight.clone() for _ in range(copies - 1)]
+        stored = self._cloned(weight, copies)
         group = H_GROUPS[formats.h_scale]
         h = self._quantised(tokens * top_k, inter, group)
         flop = 2.0 * tokens * top_k * shape[0] * shape[1]
         what = f"{used} experts"
         if gate_up:
-            values, scales = self._quantised(tokens, hidden)
-            ops.act_quant(x, 128, values, scales)
+            values, scales = self._codes(x)
 
             def call(i: int) -> None:
                 where = (offsets, active, slots, top_k, config.swiglu_limit, config.swiglu_alpha, layout, group)
