@@ -205,12 +205,7 @@ __global__ __launch_bounds__(FullShape::kThreads, 1) void attention_full_kernel(
       barrier_init(memory.query_full(place), 1);
       barrier_init(memory.query_free(place), Shape::kConsumers * 4);
     }
-    for (int s = 0; s < Shape::kStages; ++s) {
-      barrier_init(memory.keys_full(s), 1);
-      barrier_init(memory.values_full(s), 1);
-      barrier_init(memory.keys_free(s), Shape::kConsumers * 4);
-      barrier_init(memory.values_free(s), Shape::kConsumers * 4);
-    }
+    init_stages<Shape>(memory);
     barrier_init_fence();
   }
   dependents_launch();

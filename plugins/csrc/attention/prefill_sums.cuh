@@ -237,12 +237,7 @@ __global__ __launch_bounds__(SumsShape::kThreads, 1) void attention_sums_kernel(
   fill_ones(memory.ones);
   if (threadIdx.x == 0) {
     barrier_init(memory.query_full(), 1);
-    for (int s = 0; s < Shape::kStages; ++s) {
-      barrier_init(memory.keys_full(s), 1);
-      barrier_init(memory.values_full(s), 1);
-      barrier_init(memory.keys_free(s), Shape::kConsumers * 4);
-      barrier_init(memory.values_free(s), Shape::kConsumers * 4);
-    }
+    init_stages<Shape>(memory);
     barrier_init_fence();
   }
   dependents_launch();
