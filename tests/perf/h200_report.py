@@ -23,6 +23,8 @@ SERVED = (  # row, way, key of the records, format
     ("at the engine's socket", "engine", "tok_s", ",.0f"),
     ("over gRPC, first submission to last token", "tensorrt_llm", "all_tok_s", ",.0f"),
     ("at the engine's socket", "engine", "all_tok_s", ",.0f"),
+    ("over gRPC, ms between tokens", "tensorrt_llm", "tpot_ms", ".2f"),
+    ("at the engine's socket, ms between tokens", "engine", "tpot_ms", ".2f"),
     ("tokens a response", "tensorrt_llm", "tokens_a_response", ".2f"),
 )
 TRACE_SPANS = (("ttft_ms", 0), ("tpot_ms", 1))  # key of the records, digits
@@ -77,9 +79,15 @@ def served_rows(path: Path) -> list[str]:
             )
             lines.append("|---" * (len(streams) + 1) + "|")
         for name, way, key, form in SERVED if streams else ():
-            values = [found.get((dense, way, concurrency)) for concurrency in streams]
-            lines.append(_row(name, ["" if record is None else format(record[key], form) for record in values]))
+            values = [_figure(found.get((dense, way, concurrency), {}).get(key), form) for concurrency in streams]
+            if any(values):
+                lines.append(_row(name, values))
     return lines
+
+
+def _figure(value: Any, form: str) -> str:
+    """A number, or the median of what has several; nothing where it was not measured."""
+    return "" if value is None else format(value["p50"] if isinstance(value, dict) else value, form)
 
 
 def trace_rows(path: Path) -> list[str]:

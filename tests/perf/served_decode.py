@@ -6,8 +6,10 @@
 
 One JSON line for each way and concurrency: `tok_s` and `ms` over the time in which every stream was decoding (the cells
 of results/h200.jsonl are measured so), `all_tok_s` from the first submission to the last token with the prompts in it,
-tokens a response, times to the first token, and the CPU seconds that each kind of process spent a second. Streams are
-spread over client processes: one Python process is no client for 20,000 tokens a second. Temperature 1, random ids.
+`tpot_ms`, of each stream (last - first) / (tokens - 1), which has others' prompts in it, tokens a response, times to
+the first token, and the CPU seconds that each kind of process spent a second. All cells are measured once, then again:
+a cell's last line has the best so far. Streams are spread over client processes: one Python process is no client for
+20,000 tokens a second. Temperature 1, random ids.
 """
 
 from __future__ import annotations
@@ -180,6 +182,9 @@ def figures(began: float, arrivals: Arrivals, spent: dict[str, float]) -> dict[s
     """The line's figures. `tok_s` is None when the streams never decoded all at once."""
     counts = [sum(tokens for _, tokens in stream) for stream in arrivals]
     firsts = sorted(stream[0][0] - began for stream in arrivals)
+    between = sorted(
+        (stream[-1][0] - stream[0][0]) / max(1, count - 1) for stream, count in zip(arrivals, counts, strict=True)
+    )
     ended = max(stream[-1][0] for stream in arrivals)
     begin = max(_time_of_token(stream, WARM_TOKENS) for stream in arrivals)
     end = min(stream[-1][0] for stream in arrivals)
@@ -193,6 +198,7 @@ def figures(began: float, arrivals: Arrivals, spent: dict[str, float]) -> dict[s
         "all_tok_s": round(sum(counts) / wall, 1),
         "wall_s": round(wall, 3),
         "tokens_a_response": round(sum(tokens for _, tokens in inside) / max(1, len(inside)), 3),
+        "tpot_ms": {"p50": round(between[len(between) // 2] * 1e3, 3), "max": round(between[-1] * 1e3, 3)},
         "ttft_ms": {"p50": round(firsts[len(firsts) // 2] * 1e3, 2), "max": round(firsts[-1] * 1e3, 2)},
         "short_answers": sum(count != max(counts) for count in counts),
         "cpus": {kind: round(seconds / wall, 3) for kind, seconds in sorted(spent.items())},
@@ -234,6 +240,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--output-tokens", type=int, default=256, help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=8, help="client processes; default: %(default)s")
     parser.add_argument("--repeats", type=int, default=2, help="of each cell, the best stands; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=600, help="none begins later; default: %(default)s")
     parser.add_argument(
         "--ways", default=",".join(WAYS), help="models, and `engine` for the engine's socket; default: %(default)s"
     )
@@ -242,32 +249,36 @@ def parsed() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def measure_all(options: argparse.Namespace, url: str, state: Path) -> None:
+def measure_all(options: argparse.Namespace, url: str, state: Path, deadline: float) -> None:
+    """Every cell, then every cell again; none begins behind `deadline` (time.monotonic)."""
+    shape = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
     notes = dict(note.split("=", 1) for note in options.note)
     clients = Clients(options.processes, url, options.engine, state)
-    seed = 1
-    for streams in map(int, options.concurrency.split(",")):
-        for way in options.ways.split(","):
-            tries = []
-            for _ in range(options.repeats):
-                seed += 1_000_000
-                tries.append(measure(clients, way, streams, options, seed))
-            best = max(tries, key=lambda line: line["tok_s"] or 0.0)
-            best["tries_tok_s"] = [line["tok_s"] for line in tries]
-            shape = {"input_tokens": options.input_tokens, "output_tokens": options.output_tokens}
-            date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
-            line = json.dumps({"way": way, "concurrency": streams, **shape, **best, **notes, "date": date})
-            print(line, flush=True)
-            if options.out is not None:
-                with options.out.open("a", encoding="utf-8") as file:
-                    file.write(line + "\n")
+    ways = options.ways.split(",")
+    cells = [(way, streams) for streams in map(int, options.concurrency.split(",")) for way in ways]
+    for way in ways:  # a server is ready ahead of its engine
+        clients.ask([Load(way, 1, options.input_tokens, WARM_TOKENS, 1000 * n) for n in range(options.processes)])
+    tries: dict[tuple[str, int], list[dict[str, Any]]] = {cell: [] for cell in cells}
+    for number, (way, streams) in enumerate(cells * options.repeats, start=1):
+        if time.monotonic() > deadline:
+            break
+        done = tries[way, streams]
+        done.append(measure(clients, way, streams, options, number * 1_000_000))
+        best = max(done, key=lambda line: line["tok_s"] or 0.0) | {"tries_tok_s": [line["tok_s"] for line in done]}
+        date = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
+        line = json.dumps({"way": way, "concurrency": streams, **shape, **best, **notes, "date": date})
+        print(line, flush=True)
+        if options.out is not None:
+            with options.out.open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
     clients.close()
 
 
 def main() -> None:
     options = parsed()
+    deadline = time.monotonic() + options.seconds
     if options.state is not None:
-        measure_all(options, options.url, options.state)
+        measure_all(options, options.url, options.state, deadline)
         return
     most = max(map(int, options.concurrency.split(",")))
     chosen = (f"max_batch={most}", f"step_tokens={STEP_TOKENS}")
@@ -276,7 +287,7 @@ def main() -> None:
         served(options.engine, Path(folder), chosen, options.instances) as server,
     ):
         options.note.append(f"instances={options.instances}")
-        measure_all(options, f"grpc://{server['grpc']}", Path(server["state"]))
+        measure_all(options, f"grpc://{server['grpc']}", Path(server["state"]), deadline)
 
 
 if __name__ == "__main__":

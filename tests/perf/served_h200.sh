@@ -5,8 +5,9 @@
 #   tests/perf/served_h200.sh FOLDER COMMIT SECONDS [WHAT...]
 #
 # WHAT: bf16 fp8_block128 (decode cells with dense products so) trace (default: all, in that order). SECONDS bounds all
-# of it; results go to FOLDER as they come: triton.jsonl, trace.jsonl, *.log. `tests/perf/h200_merge.py FOLDER` puts them
-# into the results files. Needs the package and a tritonserver where `gptoss-trt doctor` finds both.
+# of it, in equal shares of what is left; results go to FOLDER as they come: triton.jsonl, trace.jsonl, *.log.
+# `tests/perf/h200_merge.py FOLDER` puts them into the results files. Needs the package and a tritonserver where
+# `gptoss-trt doctor` finds both.
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 out=$1 commit=$2 deadline=$((SECONDS + $3))
@@ -18,8 +19,10 @@ engines=$(mktemp -d)
 trap 'rm -rf "$engines"' EXIT
 
 measure() { # dense, log, script, arguments...: of an engine with dense products so
-  local left=$((deadline - SECONDS)) engine=$engines/$1 notes
+  local left=$(((deadline - SECONDS) / waiting)) engine=$engines/$1 notes
+  waiting=$((waiting - 1))
   [ "$left" -gt 20 ] || return 0
+  [ "$3" != served_decode.py ] || set -- "$@" --seconds "$((left - 10))" # its server needs some to end
   [ -d "$engine" ] || python3 -m gptoss_trt bench random-engine "$engine" --model "$model" --dense "$1" || exit 1
   notes=(--note commit="$commit" --note model="$model" --note dense="$1" --note card="$card")
   echo "== $2: ${*:3} ($left s left)"
@@ -29,6 +32,8 @@ measure() { # dense, log, script, arguments...: of an engine with dense products
 }
 
 card=$(python3 -c 'import torch; print(torch.cuda.get_device_name())') || exit 1
+waiting=$#
+case " $* " in *" trace "*) waiting=$((waiting + 1)) ;; esac # it serves twice
 for what in "$@"; do
   case $what in
     bf16 | fp8_block128) measure "$what" "triton-$what" served_decode.py --out "$out/triton.jsonl" ;;

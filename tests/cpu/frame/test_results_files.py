@@ -24,7 +24,7 @@ def merged(folder: Path) -> None:
     )
 
 
-def served(way: str, concurrency: int, tok_s: float, **more: str) -> dict[str, Any]:
+def served(way: str, concurrency: int, tok_s: float, **more: Any) -> dict[str, Any]:
     return OLD | {"way": way, "concurrency": concurrency, "tok_s": tok_s} | more
 
 
@@ -40,7 +40,11 @@ def served_rows(file: Path) -> list[str]:
 def test_served_cells_are_replaced_by_format_of_dense_products(tmp_path: Path) -> None:
     file = tmp_path / "results" / "triton_h200.jsonl"
     lines(file, served("engine", 1, 10.0), served("tensorrt_llm", 1, 11.0), served("engine", 8, 12.0))
-    fp8 = [served(way, 1, 20.0, dense="fp8_block128") for way in ("engine", "tensorrt_llm")]
+    fp8 = [
+        served(way, 1, tok_s, dense="fp8_block128", tpot_ms={"p50": 1e3 / tok_s, "max": 99.0})
+        for tok_s in (19.0, 20.0)  # a cell is measured again: its last line stands
+        for way in ("engine", "tensorrt_llm")
+    ]
     lines(tmp_path / "triton.jsonl", served("engine", 1, 13.0, dense="bf16"), *fp8)
     merged(tmp_path)
     kept = [json.loads(line) for line in file.read_text().splitlines()]
@@ -49,6 +53,10 @@ def test_served_cells_are_replaced_by_format_of_dense_products(tmp_path: Path) -
     assert table[0] == "| dense BF16, tokens/s | 1 stream | 8 |" and "| dense FP8, tokens/s | 1 stream |" in table
     assert table[2:4] == ["| over gRPC, all streams decoding | 11 |  |", "| at the engine's socket | 13 | 12 |"]
     assert table.count("| at the engine's socket | 20 |") == 1
+    # Old records have no times between tokens.
+    assert [row for row in table if "ms between" in row] == [
+        "| over gRPC, ms between tokens | 50.00 |", "| at the engine's socket, ms between tokens | 50.00 |",
+    ]  # fmt: skip
 
 
 def test_a_run_of_cells_leaves_served_results_alone(tmp_path: Path) -> None:
