@@ -87,6 +87,7 @@ class Options:
     block_tokens: int
     run_ahead: bool
     prefill_weights: str
+    deterministic: bool
     at: Literal["core", "client"]
     device: str | None
     seed: int
@@ -124,6 +125,7 @@ share_of_bound is the least time that an H200 could take (runtime/bench/bound.py
 @click.option("--block-tokens", type=click.IntRange(1, 64), default=64, help="Tokens of a KV block.")
 @click.option("--run-ahead/--serial", default=True, help="Launch steps before the last one's tokens are known.")
 @click.option("--prefill-weights", default="auto", help="FP8 copies of experts: auto, none, or GiB.")
+@click.option("--deterministic", is_flag=True, help="Bits that do not depend on the batch, on a GPU.")
 @click.option(
     "--at", type=click.Choice(["core", "client"]), default="core", help="In this process, or at a client of one."
 )
@@ -162,13 +164,18 @@ def engine(**given: Any) -> None:
 @contextlib.contextmanager
 def _core_bench(options: Options, effort: Effort, where: torch.device) -> Iterator[tuple[Bench, str, Formats]]:
     """The engine core in this process: a bench, the name that records give the model, its formats."""
-    use_plan(options.engine_dir, where.type)
+    chosen = EngineOptions(
+        prefill_weights=options.prefill_weights, step_tokens=STEP_TOKENS, deterministic=options.deterministic
+    )
+    use_plan(options.engine_dir, where.type, deterministic=chosen.deterministic)
+    if where.type == "cuda":
+        dispatch.be_invariant(chosen.deterministic)
     weights, name = _weights(options, where)
     formats = _as_run(weights.manifest.formats, where)
     loaded = GptOssModel(weights, where)
     del weights
-    loaded.one_launch = EngineOptions().one_launch
-    copy_experts(loaded, EngineOptions(prefill_weights=options.prefill_weights, step_tokens=STEP_TOKENS))
+    loaded.one_launch = chosen.one_launch and not chosen.deterministic
+    copy_experts(loaded, chosen)
     model = GraphedModel(loaded)
     yield Bench(model, formats, options.block_tokens, effort, options.seed, run_ahead=options.run_ahead), name, formats
 
@@ -188,6 +195,7 @@ def _client_bench(options: Options, effort: Effort, where: torch.device) -> Iter
         chosen = EngineOptions(
             block_tokens=options.block_tokens, max_batch=most, step_tokens=STEP_TOKENS, device=where.type,
             prefix_cache=False, run_ahead=options.run_ahead, prefill_weights=options.prefill_weights,
+            deterministic=options.deterministic,
         )  # fmt: skip
         with ClientBench(engine_dir, Path(folder) / "state", chosen, effort, options.seed) as bench:
             yield bench, name, _as_run(bench.formats, where)
@@ -204,7 +212,7 @@ def _weights(options: Options, device: torch.device) -> tuple[RankWeights, str]:
 
 def _as_run(formats: Formats, device: torch.device) -> Formats:
     """The formats with the weight layout that the model really runs on: prepare_experts packs at load on a GPU."""
-    packs = device.type == "cuda" and dispatch.preferred("moe_gate_up") == "cuda"
+    packs = device.type == "cuda" and dispatch.layout_of("moe_gate_up") == "sm90_v1"
     return dataclasses.replace(formats, weight_layout="sm90_v1") if packs else formats
 
 
@@ -227,7 +235,7 @@ def _report(setting: Setting, what: str, measure: Callable[[], Cell], options: O
     """Measures and prints a cell; False, with the reason on the error stream, when it failed for whatever reason: a
     cell that does not fit must not cost the others."""
     try:
-        values = record(setting, measure())
+        values = record(setting, measure()) | ({"deterministic": True} if options.deterministic else {})
     except Exception as error:
         click.echo(f"{setting.model} {what}: {type(error).__name__}: {error}", err=True)
         return False
