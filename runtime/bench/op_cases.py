@@ -14,8 +14,8 @@ from torch.nn.functional import pad
 
 from gptoss_trt.build_engine.spec import H_GROUPS, Formats, ModelConfig, qkv_segments
 from gptoss_trt.build_engine.spec import ParallelMapping as Mapping
-from gptoss_trt.ops import attention_flashinfer, ops
-from gptoss_trt.ops.prepare import RopeConfig, prepare_experts, rope_table
+from gptoss_trt.ops import attention_flashinfer, ops, weight_layout
+from gptoss_trt.ops.prepare import PREFILL_ROWS, RopeConfig, prefill_experts, prepare_experts, rope_table
 from gptoss_trt.runtime.bench.bound import KV_BYTES, WEIGHT_BYTES
 from gptoss_trt.runtime.model.graph_shapes import padded_width
 from gptoss_trt.runtime.model.layers import ADDING_TOKENS
@@ -53,7 +53,8 @@ class Cases:
 
     def make(self, op: str, tokens: int, context: int, decode: bool) -> list[Case]:
         """The cases of an op, and with dense FP8 of the op that a step calls in its place: the product of q, k and v
-        with the rotation, attention that quantises. KeyError for an op that has none."""
+        with the rotation, attention that quantises; expert products of many tokens from FP8 copies too. KeyError for an
+        op that has none."""
         makers: dict[str, Callable[[], list[Case]]] = {
             "embedding": lambda: [self._embedding(tokens)],
             "rmsnorm_quant": lambda: [self._rmsnorm(tokens)],
@@ -64,8 +65,8 @@ class Cases:
             "attention_prefill": lambda: [self._prefill(tokens, *form) for form in self._attention_forms],
             "moe_route": lambda: [self._route(tokens)],
             "rmsnorm_route": lambda: [self._rmsnorm_route(tokens)],
-            "moe_gate_up": lambda: [self._experts(tokens, True)],
-            "moe_down": lambda: [self._experts(tokens, False)],
+            "moe_gate_up": lambda: [self._experts(tokens, True, form) for form in self._expert_forms(tokens)],
+            "moe_down": lambda: [self._experts(tokens, False, form) for form in self._expert_forms(tokens)],
             "moe_combine_norm": lambda: [self._combine(tokens)],
             "feed": lambda: [self._feed(tokens, context)],
             "sample": lambda: [self._sample(tokens if decode else 1)],
@@ -283,40 +284,57 @@ class Cases:
         return Case("moe_route", "", call, 1, moved, bf16_flop=2.0 * tokens * weight.numel())
 
     def _rmsnorm_route(self, tokens: int) -> Case:
+        """With what attention gave; of many tokens in dense FP8 the residual has it already (`add_to` of layers.py)."""
         config = self._config
         hidden, routing = config.hidden_size, self._routing(tokens)
-        x, delta, weight = self._bf16(tokens, hidden), self._bf16(tokens, hidden, scale=0.01), self._bf16(hidden)
+        x, weight = self._bf16(tokens, hidden), self._bf16(hidden)
         router, bias = self._tensors["layers.0.moe.router.weight"], self._tensors["layers.0.moe.router.bias"]
-        out = (self._empty(tokens, hidden), *self._quantised(tokens, hidden), *routing)
-        moved = tokens * hidden * (2 + 2 + 2 + 1) + 2.0 * router.numel()
+        added = self._formats.dense == "fp8_block128" and tokens >= ADDING_TOKENS
+        delta = None if added else self._bf16(tokens, hidden, scale=0.01)
+        updated = x if added else self._empty(tokens, hidden)
+        out = (updated, *self._quantised(tokens, hidden), *routing)
+        moved = tokens * hidden * (2 + 1 if added else 2 + 2 + 2 + 1) + 2.0 * router.numel()
 
         def call(_: int) -> None:
             ops.rmsnorm_route(x, delta, weight, 1e-5, router, bias, None, 0, config.num_experts, *out)
 
-        return Case("rmsnorm_route", "", call, 1, moved, bf16_flop=2.0 * tokens * router.numel())
+        what = "without delta" if added else ""
+        return Case("rmsnorm_route", what, call, 1, moved, bf16_flop=2.0 * tokens * router.numel())
 
-    def _experts(self, tokens: int, gate_up: bool) -> Case:
+    def _expert_forms(self, tokens: int) -> tuple[bool, ...]:
+        """Whether weights are FP8 copies: both where a step of so many tokens would read them."""
+        rows = tokens * self._config.experts_per_token / self._config.num_experts
+        return (False, True) if rows >= PREFILL_ROWS and not H_GROUPS[self._formats.h_scale] else (False,)
+
+    def _expert_weight(self, name: str, shape: tuple[int, int], copied: bool) -> tuple[torch.Tensor, torch.Tensor, str]:
+        """Weight, scale and layout of the first layer's product, as loaded or its FP8 copy."""
+        mxfp4 = self._formats.experts == "mxfp4"
+        parts = ("blocks", "scales") if mxfp4 else ("weight", "weight_scale")
+        plain, scale = (self._tensors[f"layers.0.moe.{name}.{part}"] for part in parts)
+        if not copied:
+            return prepare_experts(f"moe_{name}", plain, scale, self._formats.weight_layout, shape)
+        pack = weight_layout.pack_mxfp4 if mxfp4 else weight_layout.pack_fp8
+        return prefill_experts(pack(plain, scale), scale.new_empty(0), shape)
+
+    def _experts(self, tokens: int, gate_up: bool, copied: bool) -> Case:
         config, formats = self._config, self._formats
         hidden, inter, top_k = config.hidden_size, config.intermediate_size, config.experts_per_token
         name, shape = ("gate_up", (2 * inter, hidden)) if gate_up else ("down", (hidden, inter))
-        parts = ("blocks", "scales") if formats.experts == "mxfp4" else ("weight", "weight_scale")
-        stem = f"layers.0.moe.{name}"
-        plain = [self._tensors[f"{stem}.{part}"] for part in parts]
-        weight, scale, layout = prepare_experts(f"moe_{name}", plain[0], plain[1], formats.weight_layout, shape)
-        bias = self._tensors[f"{stem}.bias"]
+        weight, scale, layout = self._expert_weight(name, shape, copied)
+        bias = self._tensors[f"layers.0.moe.{name}.bias"]
         routing = self._routing(tokens)
         router, zeros = self._tensors["layers.0.moe.router.weight"], torch.zeros_like(bias[:, 0])
         x = self._bf16(tokens, hidden)
         ops.moe_route(x, router, zeros, None, 0, config.num_experts, *routing)
         _, weights, offsets, active, slots = routing
         used = int(active[0])
-        weight_bytes = shape[0] * shape[1] * WEIGHT_BYTES[formats.experts]
+        weight_bytes = shape[0] * shape[1] * WEIGHT_BYTES["fp8_block128" if copied else formats.experts]
         copies = self._copies(config.num_experts * weight_bytes)
         stored = self._cloned(weight, copies)
         group = H_GROUPS[formats.h_scale]
         h = self._quantised(tokens * top_k, inter, group)
         flop = 2.0 * tokens * top_k * shape[0] * shape[1]
-        what = f"{used} experts"
+        what = f"{used} experts, FP8 copies" if copied else f"{used} experts"
         if gate_up:
             values, scales = self._codes(x)
 

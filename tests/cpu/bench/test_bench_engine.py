@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
@@ -9,11 +10,14 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
+from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.client.bench.cli import bench
 from gptoss_trt.runtime.bench.cells import Bench
+from gptoss_trt.runtime.bench.op_cases import Cases
 from gptoss_trt.runtime.bench.record import Cell, Setting, line, record
 
 FIELDS = {
@@ -135,3 +139,33 @@ def test_dense_fp8_has_the_ops_that_its_steps_call() -> None:
     plain = {"rope_kv_append": 2, "attention_decode": 2, "attention_prefill": 2}
     together = {"dense_fp8_rope_kv_append": 2, "attention_decode_quant": 2, "attention_prefill_quant": 2}
     assert counts == {**plain, **together}
+
+
+@pytest.mark.parametrize(
+    ("experts", "h_scale"), [("mxfp4", "static"), ("fp8_block128", "static"), ("mxfp4", "block128")]
+)
+def test_many_tokens_go_to_what_a_step_of_them_calls(experts: str, h_scale: str) -> None:
+    """Copies of experts, the residual that has attention's part already, the product that adds to it."""
+    result = run("ops", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prefill", "520", "--experts", experts,
+                 "--dense", "fp8_block128", "--h-scale", h_scale, "--op", "moe_gate_up", "--op", "moe_down",
+                 "--op", "rmsnorm_route", "--op", "dense")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    few, many = ([r for r in records(result) if r["kind"] == kind] for kind in ("decode", "prefill"))
+    assert not any("copies" in str(r["what"]) for r in few) and all(r["op"] != "dense_fp8_add" for r in few)
+    copied = [r["op"] for r in many if "copies" in str(r["what"])]
+    assert copied == (["moe_gate_up", "moe_down"] if h_scale == "static" else [])
+    assert sum(r["op"] in ("moe_gate_up", "moe_down") for r in many) == 2 + len(copied)
+    assert [r["what"] for r in [*few, *many] if r["op"] == "rmsnorm_route"] == ["", "without delta"]
+    assert any(r["op"] == "dense_fp8_add" for r in many)
+
+
+def test_copies_are_products_of_the_same_values() -> None:
+    """A case from FP8 copies writes what the one from the storage as loaded does."""
+    cases = Cases(model_config("tiny"), Formats(), torch.device("cpu"), 0)
+    written = []
+    for copied in (False, True):
+        torch.manual_seed(1)
+        case = cases._experts(300, False, copied)
+        case.call(0)
+        written.append(inspect.getclosurevars(case.call).nonlocals["out"].clone())
+    assert torch.equal(*written)
