@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -47,3 +47,16 @@ def pytest_runtest_makereport(item: pytest.Item, call: Any) -> Generator[None, p
         report.outcome = "failed"
         report.longrepr = f"{item.nodeid} skipped although a GPU is expected: {report.longrepr}"
     return report
+
+
+@pytest.fixture(params=["cuda", "triton"])
+def pinned(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Each implementation of the norms in turn."""
+    from gptoss_trt.ops import dispatch
+
+    ops = ("rmsnorm_quant", "moe_combine_norm", "rmsnorm_route")
+    for op in ops:
+        dispatch.select(op, request.param)
+    yield request.param
+    for op in ops:
+        dispatch.select(op, None)

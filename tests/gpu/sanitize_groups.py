@@ -8,9 +8,9 @@ from functools import partial
 
 import torch
 from moe_case import Case, run
+from op_case import bf16, poisoned
 from test_attention import PREFILL_PLANS, Paged, options
 from test_decode_one import STEPS, batch_of, make_model
-from test_ops_on_cuda import bf16, poisoned
 
 from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
