@@ -6,6 +6,7 @@ Must not know what an operator computes.
 
 from __future__ import annotations
 
+import datetime
 import statistics
 import time
 from collections.abc import Iterator
@@ -66,14 +67,20 @@ def ops(**given: Any) -> None:
     use_plan(None, device.type)
     formats = Formats(given["experts"], given["dense"], "bf16", given["h_scale"])
     cases = Cases(model_config(given["model"]), formats, device, COPY_BYTES if device.type == "cuda" else 0)
-    shared = {"card": card_name(device), "commit": given["commit"] or source_commit(), "model": given["model"]}
+    shared = {
+        "card": card_name(device),
+        "commit": given["commit"] or source_commit(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        **{name: given[name] for name in ("model", "experts", "dense", "h_scale")},
+    }
     failed = 0
     for op, tokens, decode in _plan(given):
         try:
             made = cases.make(op, tokens, given["context"], decode)
             for case in made:
                 for record in _records(case, tokens, decode, device):
-                    write_line({**shared, **record}, given["out"])
+                    context = given["context"] if decode else tokens
+                    write_line({**shared, **record, "context": context}, given["out"])
         except Exception as error:  # one operator that fails must not cost the others
             failed += 1
             click.echo(f"{op} at {tokens} tokens: {type(error).__name__}: {error}", err=True)

@@ -127,7 +127,10 @@ def test_every_op_has_a_case(tmp_path: Path) -> None:
         "moe_route", "rmsnorm_route", "moe_gate_up", "moe_down", "moe_combine_norm",
         "sample", "feed",
     }  # fmt: skip
-    assert all(values["us"] > 0 and values["implementation"] == "cpu" for values in records(result))  # type: ignore[operator]
+    for values in records(result):
+        assert values["us"] > 0 and values["implementation"] == "cpu"  # type: ignore[operator]
+        assert values["context"] == (70 if values["kind"] == "decode" else 5)
+        assert (values["experts"], values["dense"], values["h_scale"]) == ("mxfp4", "bf16", "static")
 
 
 def test_dense_fp8_has_the_ops_that_its_steps_call() -> None:
