@@ -1,34 +1,27 @@
-"""The wire format, and a server that meets broken peers: a bad frame is answered and closes, and never hangs."""
+"""The wire format: messages there and back, wrong fields named, garbage and long frames refused."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import pickle
 import random
 import socket
-import struct
-import threading
-import time
 from array import array
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 
-from gptoss_trt.runtime.engine import connection, frames
-from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT, Connection, PendingEvents
+from gptoss_trt.runtime.engine import frames
+from gptoss_trt.runtime.engine.connection import Connection, PendingEvents
 from gptoss_trt.runtime.engine.frames import FrameError, FrameReader, FrameType, Hello
-from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
 from gptoss_trt.runtime.engine.messages import (
     IDS,
     PROTOCOL_VERSION,
     Cancel,
     Error,
-    Event,
     Finished,
     Guide,
     Sampling,
@@ -37,9 +30,6 @@ from gptoss_trt.runtime.engine.messages import (
     Tokens,
     Usage,
 )
-from gptoss_trt.runtime.engine.script import Script, ScriptedEngine
-from gptoss_trt.runtime.engine.scripted import ScriptedCore
-from gptoss_trt.runtime.engine.server import EngineServer
 
 FULL_SUBMIT = Submit(
     "id-ä",
@@ -166,267 +156,6 @@ def test_a_reader_takes_any_cut_and_keeps_its_limit() -> None:
         list(FrameReader().feed(frames.HEADER.pack(1, 99)))
     with pytest.raises(FrameError, match="over the limit of 10"):
         frames.encode(FrameType.SUBMIT, Submit("r", tuple(range(100)), 1), limit=10)
-
-
-class Raw:
-    """A peer that sends bytes as it likes."""
-
-    def __init__(self, path: Path) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.socket.settimeout(5)
-        with socket_address(path) as address:
-            self.socket.connect(address)
-        self.reader = FrameReader(frames.REPLY_LIMIT_BYTES)
-        self.frames: list[tuple[FrameType, bytes]] = []
-
-    def greet(self, version: int = PROTOCOL_VERSION) -> Raw:
-        self.send(FrameType.HELLO, Hello(version, os.getpid()))
-        kind, body = self.next()
-        assert kind is FrameType.HELLO and frames.decode(Hello, body).connection > 0
-        return self
-
-    def send(self, kind: FrameType, body: Any) -> None:
-        self.socket.sendall(frames.encode(kind, body))
-
-    def next(self) -> tuple[FrameType, bytes]:
-        while not self.frames:
-            data = self.socket.recv(1 << 16)
-            if not data:
-                raise EOFError
-            self.frames += self.reader.feed(data)
-        return self.frames.pop(0)
-
-    def last_error(self) -> Error:
-        """The connection's error, after which it must end."""
-        error = None
-        try:
-            while True:
-                kind, body = self.next()
-                if kind is FrameType.ERROR:
-                    error = frames.decode(Error, body)
-        except (EOFError, ConnectionResetError):
-            assert error is not None, "closed without an error"
-            return error
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[tuple[EngineServer, Path]]:
-    endless = Script(tokens=(5,), cycle=True, chunk=(4000,))
-    plan = ScriptedEngine(step_ms=1, max_context=1 << 30, full_blocks=1 << 25, default=endless)
-    path = tmp_path / "s.sock"
-    server = EngineServer(path, lambda: ScriptedCore(plan), idle_timeout_s=30)
-    thread = threading.Thread(target=server.serve, name="server")
-    thread.start()
-    wait_until_it_listens(path)
-    yield server, path
-    server.stop()
-    thread.join(10)
-    assert not thread.is_alive() and not path.exists()
-
-
-def wait_until_it_listens(path: Path) -> None:
-    """The socket's file is there from bind on, a moment before listen."""
-    deadline = time.monotonic() + 20
-    while True:
-        with socket.socket(socket.AF_UNIX) as probe:
-            try:
-                probe.connect(str(path))
-            except OSError:
-                assert time.monotonic() < deadline, f"nothing listens on {path}"
-                time.sleep(0.01)
-            else:
-                return
-
-
-def still_serves(path: Path) -> None:
-    peer = Raw(path).greet()
-    peer.send(FrameType.SUBMIT, Submit("ok", (1,), 4))
-    kinds = [peer.next()[0], peer.next()[0]]
-    assert kinds == [FrameType.TOKENS, FrameType.FINISHED]
-
-
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (frames.encode(FrameType.SUBMIT, Submit("r", (1,), 1)), "first frame must be HELLO"),
-        (frames.encode(FrameType.HELLO, Hello(99, 1)), "version 99"),
-        (frames.encode(FrameType.HELLO, [1]), "Hello"),
-        (frames.HEADER.pack(1 << 20, FrameType.HELLO), "over the limit of 4096"),
-        (b"GET / HTTP/1.1\r\n\r\n", "unknown frame type"),
-        (struct.pack(">IB", 3, FrameType.HELLO) + b"\xc1\xc1\xc1", "not msgpack"),
-    ],
-)
-def test_a_bad_greeting_is_answered_and_closed(server: tuple[EngineServer, Path], raw: bytes, text: str) -> None:
-    peer = Raw(server[1])
-    peer.socket.sendall(raw)
-    error = peer.last_error()
-    assert error.request_id is None and error.code == "INVALID_ARGUMENT" and text in error.message
-    still_serves(server[1])
-
-
-@pytest.mark.parametrize(
-    ("raw", "text"),
-    [
-        (frames.HEADER.pack(frames.REQUEST_LIMIT_BYTES + 1, FrameType.SUBMIT), "over the limit"),
-        (frames.encode(FrameType.SUBMIT, ["r"]), "Submit"),
-        (frames.encode(FrameType.TOKENS, [Tokens("r", 0, (1,))]), "may not send TOKENS"),
-        (frames.encode(FrameType.SUBMIT, Submit("twice", (1,), 9)) * 2, "already open"),
-        (frames.encode(FrameType.STATS, "x"), "expected [query]"),
-    ],
-)
-def test_a_bad_frame_ends_its_connection_only(server: tuple[EngineServer, Path], raw: bytes, text: str) -> None:
-    neighbour = Raw(server[1]).greet()
-    peer = Raw(server[1]).greet()
-    peer.socket.sendall(raw)
-    error = peer.last_error()
-    assert error.request_id is None and text in error.message
-    neighbour.send(FrameType.SUBMIT, Submit("ok", (1,), 4))
-    assert neighbour.next()[0] is FrameType.TOKENS
-
-
-def test_random_bytes_never_stop_the_server(server: tuple[EngineServer, Path]) -> None:
-    generator = random.Random(11)
-    good = frames.encode(FrameType.HELLO, Hello(PROTOCOL_VERSION, 1)) + frames.encode(FrameType.SUBMIT, FULL_SUBMIT)
-    for _ in range(60):
-        damaged = bytearray(good)
-        for _ in range(generator.randrange(1, 6)):
-            damaged[generator.randrange(len(damaged))] = generator.randrange(256)
-        peer = Raw(server[1])
-        peer.socket.sendall(damaged[: generator.randrange(1, len(damaged) + 1)])
-        peer.socket.close()
-    still_serves(server[1])
-
-
-def test_a_loop_that_finds_the_server_at_work_goes_on_and_its_events_are_sent(
-    server: tuple[EngineServer, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Both ways of a step's events: by the loop's thread, and by the server's when the loop finds the lock taken."""
-    engine, path = server
-    threads = []
-    deliver = engine._deliver
-
-    def watched(events: list[Any]) -> None:
-        threads.append(threading.current_thread().name)
-        deliver(events)
-
-    monkeypatch.setattr(engine, "_deliver", watched)
-    raw = Raw(path).greet()
-    raw.send(FrameType.SUBMIT, Submit("r", (1,), 4000 * 100))
-    seen: list[int] = []
-    while len(seen) < 4000 * 100:
-        kind, body = raw.next()
-        if kind is FrameType.TOKENS:
-            seen += [token for tokens in frames.decode_each(Tokens, body) for token in tokens.token_ids]
-        if len(threads) < 80 and len(threads) % 3 == 0:
-            with engine._lock:  # as the server's thread has it while it works
-                time.sleep(0.01)  # steps of 1 ms go on meanwhile
-    assert seen == [5] * len(seen) and len(seen) == 4000 * 100
-    assert {"engine-loop", "server"} == set(threads)
-
-
-def test_what_waits_for_the_server_is_done_first(tmp_path: Path) -> None:
-    server = EngineServer(tmp_path / "s.sock", lambda: ScriptedCore(ScriptedEngine()))
-    done: list[int] = []
-    with server._lock:
-        server._soon(lambda: done.append(1))
-        server._soon(lambda: done.append(2))
-    assert done == [] and server._wake_in.recv(16) == b"!!"
-    server._soon(lambda: done.append(3))
-    assert done == [1, 2, 3]
-
-
-@pytest.mark.parametrize(
-    "event",
-    [Tokens("r", 0, (1,), (TokenLogprobs(-1.0),)), Finished("r", 0, "length", Usage(1, 1), prompt_logprobs=(None,))],
-)
-def test_what_is_long_to_pack_is_left_to_the_servers_thread(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, event: Event
-) -> None:
-    server = EngineServer(tmp_path / "s.sock", lambda: ScriptedCore(ScriptedEngine()))
-    done: list[Event] = []
-    monkeypatch.setattr(server, "_deliver", lambda events: done.extend(event for _, event in events))
-    short = Tokens("r", 0, (1,))
-    server._deliver_soon([((1, "r"), short)])
-    assert done == [short]
-    server._deliver_soon([((1, "r"), short), ((1, "r"), event)])
-    assert done == [short] and server._wake_in.recv(16) == b"!"
-    server._run_arrived()
-    assert done == [short, short, event]
-
-
-def test_statistics_that_nobody_reads_end_their_connection_only(
-    server: tuple[EngineServer, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(connection, "REPLY_LIMIT_BYTES", 10_000)
-    peer = Raw(server[1]).greet()
-    peer.socket.sendall(frames.encode(FrameType.STATS, [1]) * 2000)  # 1.5 MB of answers; the socket holds a fraction
-    time.sleep(0.5)
-    error = peer.last_error()
-    assert error.code == "RESOURCE_EXHAUSTED" and "bytes of answers wait" in error.message
-    still_serves(server[1])
-
-
-def test_a_slow_reader_gets_merged_tokens_and_loses_none(server: tuple[EngineServer, Path]) -> None:
-    peer = Raw(server[1]).greet()
-    total = 400_000
-    peer.send(FrameType.SUBMIT, Submit("slow", (1,), total))
-    time.sleep(1.0)  # 100 steps and more of 4,000 tokens, far beyond what the socket buffers
-    sizes = []
-    while True:
-        kind, body = peer.next()
-        if kind is FrameType.FINISHED:
-            break
-        sizes += [len(tokens.token_ids) for tokens in frames.decode_each(Tokens, body)]
-    assert sum(sizes) == total and max(sizes) > 4000
-
-
-def test_a_reader_that_stops_is_dropped_with_a_reason(server: tuple[EngineServer, Path]) -> None:
-    peer, neighbour = Raw(server[1]).greet(), Raw(server[1]).greet()
-    peer.send(FrameType.SUBMIT, Submit("stuck", (1,), 1 << 29))
-    neighbour.send(FrameType.SUBMIT, Submit("stuck too", (1,), 1 << 29))
-    until = time.monotonic() + 20
-    stats: dict[str, Any] = {"requests": {"active": 2}}
-    watcher = Raw(server[1]).greet()
-    while stats["requests"]["active"] and time.monotonic() < until:
-        watcher.send(FrameType.STATS, [1])
-        stats = frames.decode_query(watcher.next()[1])[1] or {}
-        time.sleep(0.05)
-    assert stats["requests"]["active"] == 0 and stats["kv"]["full"]["used"] == 0
-    for slow in (peer, neighbour):
-        error = slow.last_error()
-        assert error.code == "RESOURCE_EXHAUSTED" and str(PENDING_TOKEN_LIMIT) in error.message
-    still_serves(server[1])
-
-
-def test_the_home_must_be_private(tmp_path: Path) -> None:
-    home = EngineHome.of(tmp_path, tmp_path / "state")
-    assert home == EngineHome.of(tmp_path / "." / "x" / "..", tmp_path / "state")
-    home.folder.chmod(0o755)
-    with pytest.raises(LocationError, match="mode 0755"):
-        EngineHome.of(tmp_path, tmp_path / "state")
-
-
-def test_the_peers_user_is_known() -> None:
-    left, right = socket.socketpair()
-    assert peer_uid(left) == os.geteuid()
-    left.close(), right.close()
-
-
-def test_script_files_are_checked(tmp_path: Path) -> None:
-    def read(raw: dict[str, Any]) -> ScriptedEngine:
-        (tmp_path / "scripted.json").write_text(json.dumps(raw))
-        return ScriptedEngine.read(tmp_path)
-
-    assert read({}).default.echo
-    for raw, text in (
-        ({"step": 5}, "unknown keys ['step']"),
-        ({"scripts": [{"fault": {"kind": "explode"}}]}, "explode"),
-        ({"scripts": [{"chunk": [0]}]}, "chunk"),
-        ({"max_batch": 0}, "max_batch is 0"),
-        ({"default": {"tokns": []}}, "tokns"),
-    ):
-        with pytest.raises(RuntimeError, match=text.replace("[", r"\[").replace("]", r"\]")):
-            read(raw)
 
 
 def test_a_long_frame_behind_the_hello_in_one_read_is_taken() -> None:
