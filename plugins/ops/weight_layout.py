@@ -22,7 +22,7 @@ _TILE_CODES = RECORD * RECORD
 TILE_BYTES = _TILE_CODES + ALIGNMENT  # of layout sm90_tiles_v1: codes, then the scale
 BOTTOM_SHIFT, TOP_SHIFT = fp8_block.BOTTOM_SHIFT, fp8_block.TOP_SHIFT
 _DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12)  # e2m1 magnitudes times two, by code
-_CHUNK_WEIGHTS = 1 << 27  # weights packed at once: temporaries take some ten times as many bytes
+_CHUNK_WEIGHTS = 1 << 27  # weights handled at once: temporaries take some ten times as many bytes
 
 
 class LayoutError(ValueError):
@@ -53,7 +53,7 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     _check_rows(scales.shape[1])
     experts, n, groups = scales.shape
     out = torch.zeros(experts, expert_bytes(n, groups * mxfp4.GROUP, True), dtype=torch.uint8, device=blocks.device)
-    for part in _chunks(experts, n * groups * mxfp4.GROUP):
+    for part in chunks(experts, n * groups * mxfp4.GROUP):
         _pack_mxfp4_chunk(blocks[part], scales[part], out[part])
     return out
 
@@ -99,7 +99,7 @@ def pack_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     if k % mxfp4.GROUP:
         raise LayoutError(f"K is {k}, not a multiple of {mxfp4.GROUP}")
     out = torch.zeros(experts, expert_bytes(n, k, False), dtype=torch.uint8, device=weight.device)
-    for part in _chunks(experts, n * k):
+    for part in chunks(experts, n * k):
         fields = _fragment_fields(weight[part].view(torch.uint8))
         halves = fields.permute(0, 1, 5, 8, 2, 3, 6, 7, 9, 4, 10).flatten(3)  # [E, S, hf, (i, w, g, G, u, h, row, b)]
         _write_records(halves, scale[part], out[part])
@@ -158,7 +158,8 @@ def _check_rows(n: int) -> None:
         raise LayoutError(f"an expert weight has {n} rows, not a positive even number")
 
 
-def _chunks(experts: int, weights: int) -> list[slice]:
+def chunks(experts: int, weights: int) -> list[slice]:
+    """Experts of so many weights each, in parts that are handled at once."""
     step = max(1, _CHUNK_WEIGHTS // max(1, weights))
     return [slice(first, first + step) for first in range(0, experts, step)]
 

@@ -28,6 +28,7 @@ _GROUPS = BLOCK // mxfp4.GROUP
 # Steps inside one octave that the search for a block's best scale tries: the mantissa grid moves against the values.
 _SCALE_STEPS = 4
 _STRIP_ROWS = 4 * BLOCK  # worked on at a time: temporaries stay in a core's cache
+_DEVICE_STRIP_ROWS = 256 * BLOCK  # on a GPU, where a launch costs more than memory
 
 
 @dataclass(frozen=True)
@@ -116,16 +117,17 @@ def from_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     Each group's codes are looked up under its shift d = s - k. Raises FormatError as `block_exponents` does.
     """
     plan = block_exponents(blocks, scales)
-    rows, groups = scales.shape[-2:]
-    k = plan.k.repeat_interleave(BLOCK, dim=-2)[..., :rows, :].repeat_interleave(_GROUPS, dim=-1)[..., :groups]
+    height, groups = scales.shape[-2:]
+    k = plan.k.repeat_interleave(BLOCK, dim=-2)[..., :height, :].repeat_interleave(_GROUPS, dim=-1)[..., :groups]
     shift = scales.to(torch.int32) - mxfp4.EXPONENT_BIAS - k
     # Only groups of zeros lie above the top shift, and zero is zero under any shift.
     table_row = (shift.clamp(_ZERO_SHIFT, TOP_SHIFT) - _ZERO_SHIFT).reshape(-1, groups)
     table = _pair_table(blocks.device)
     packed = blocks.reshape(-1, groups, mxfp4.GROUP_BYTES)
     pairs = torch.empty(packed.shape, dtype=torch.int16, device=blocks.device)  # two e4m3 codes each
-    for start in range(0, len(packed), _STRIP_ROWS):
-        strip = slice(start, start + _STRIP_ROWS)
+    rows = _STRIP_ROWS if blocks.device.type == "cpu" else _DEVICE_STRIP_ROWS
+    for start in range(0, len(packed), rows):
+        strip = slice(start, start + rows)
         index = table_row[strip].unsqueeze(-1) * 256 + packed[strip].to(torch.int32)
         pairs[strip] = torch.index_select(table, 0, index.reshape(-1)).reshape(index.shape)
     weight = pairs.view(torch.uint8).view(E4M3).reshape(*scales.shape[:-1], groups * mxfp4.GROUP)

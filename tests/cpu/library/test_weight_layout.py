@@ -152,8 +152,12 @@ def test_tiles_lie_as_shared_memory_has_them() -> None:
     assert tiles[..., 128 * 128 : 128 * 128 + 4].contiguous().view(torch.float32).flatten().tolist() == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("at_once", [1, 2, 3])
 @pytest.mark.parametrize("mxfp4_storage", [True, False])
-def test_copies_for_prefill_hold_the_same_values(mxfp4_storage: bool) -> None:
+def test_copies_for_prefill_hold_the_same_values(
+    mxfp4_storage: bool, at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_layout, "_CHUNK_WEIGHTS", at_once * 192 * 320)
     blocks, scales = random_mxfp4(192, 320, experts=3)
     weight, scale, _ = fp8_block.from_mxfp4(blocks, scales)
     if mxfp4_storage:
