@@ -68,7 +68,7 @@ class EngineStarter:
 
     def _start(self, is_alive: Callable[[], bool], give_up: Callable[[], bool]) -> str:
         self._note_start()
-        command = [python_for_engine(), "-m", "gptoss_trt.runtime.engine.process", str(self._engine_dir)]
+        command = [own_python(), "-m", "gptoss_trt.runtime.engine.process", str(self._engine_dir)]
         command += ["--home", str(self._home.folder)]
         if self._idle_timeout_s is not None:
             command += ["--idle-timeout-s", str(self._idle_timeout_s)]
@@ -132,7 +132,7 @@ class EngineStarter:
         fresh.replace(self._home.starts)
 
 
-def python_for_engine() -> str:
+def own_python() -> str:
     """The Python that runs this code. Inside Triton's stub, sys.executable may name the stub."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     candidates = [
@@ -144,4 +144,4 @@ def python_for_engine() -> str:
     for candidate in candidates:
         if candidate and Path(candidate).name.startswith("python") and os.access(candidate, os.X_OK):
             return candidate
-    raise FileNotFoundError(f"no Python to start the engine with; tried {', '.join(filter(None, candidates))}")
+    raise FileNotFoundError(f"no Python to start a process with; tried {', '.join(filter(None, candidates))}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import secrets
 import sys
 from abc import ABC, abstractmethod
@@ -23,12 +24,12 @@ from gptoss_trt.runtime.engine.messages import Submit
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.script import ScriptedEngine
 from gptoss_trt.runtime.launch import settings
+from gptoss_trt.runtime.launch.parent_watch import ParentWatch
 from gptoss_trt.runtime.triton_models import succession, triton_io
 from gptoss_trt.runtime.triton_models.answers import Answer
 from gptoss_trt.runtime.triton_models.delivery import Delivery
 from gptoss_trt.runtime.triton_models.inputs import RefusalError
 from gptoss_trt.runtime.triton_models.metrics import MetricsPublisher
-from gptoss_trt.runtime.triton_models.server_watch import ServerWatch
 from gptoss_trt.runtime.triton_models.succession import Succession, leave_process
 from gptoss_trt.runtime.triton_models.triton_io import TritonResponder
 
@@ -60,7 +61,7 @@ class EngineModel(ABC):
         self._metrics = None
         if self.parameters["metrics"] and arguments["model_instance_name"].endswith("_0_0"):  # one instance of several
             self._metrics = MetricsPublisher(self.client.stats, arguments["model_name"], arguments["model_version"])
-        self._server_watch = ServerWatch()
+        self._server_watch = ParentWatch(os.getppid())  # no grace: an orderly end would need the server
         self._succession = Succession(
             state_dir / succession.FOLDER, arguments["model_instance_name"], self.delivery.is_idle, leave_process
         )

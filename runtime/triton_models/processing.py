@@ -6,6 +6,8 @@ Must not know the engine.
 
 from __future__ import annotations
 
+import os
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ from gptoss_trt.build_engine.spec import HARMONY_STOP_IDS
 from gptoss_trt.build_engine.vocabulary import VOCABULARY_SIZE
 from gptoss_trt.client import protocol
 from gptoss_trt.runtime.harmony import TextStream, Tokenizer
+from gptoss_trt.runtime.launch.parent_watch import ParentWatch
 from gptoss_trt.runtime.triton_models import triton_io
 from gptoss_trt.runtime.triton_models.answers import Arrays
 from gptoss_trt.runtime.triton_models.inputs import Inputs, RefusalError
@@ -23,16 +26,31 @@ from gptoss_trt.runtime.triton_models.word_lists import dense_bias, pack
 PAD_ID = 199999  # <|endoftext|>
 
 
-class Preprocessing:
-    """`preprocessing`: tokenises QUERY and word lists. An END_ID or PAD_ID that is not set becomes the model's own."""
+class _Processing(ABC):
+    """One instance of either model, `name` in the wire table."""
 
-    def __init__(self, arguments: Mapping[str, str]) -> None:
-        self._spec = protocol.model("preprocessing")
-        triton_io.parameters(self._spec, arguments)
+    def __init__(self, name: str, arguments: Mapping[str, str]) -> None:
+        self._spec = protocol.model(name)
+        self._parameters = triton_io.parameters(self._spec, arguments)
         self._tokenizer = Tokenizer.load()
+        self._server_watch = ParentWatch(os.getppid())
+
+    @abstractmethod
+    def _tensors(self, arrays: Arrays) -> Arrays:
+        """Outputs for the inputs of one request. Raises RefusalError."""
 
     def execute(self, requests: Sequence[Any]) -> list[Any]:
         return [_answered(request, self._tensors) for request in requests]
+
+    def finalize(self) -> None:
+        self._server_watch.close()
+
+
+class Preprocessing(_Processing):
+    """`preprocessing`: tokenises QUERY and word lists. An END_ID or PAD_ID that is not set becomes the model's own."""
+
+    def __init__(self, arguments: Mapping[str, str]) -> None:
+        super().__init__("preprocessing", arguments)
 
     def _tensors(self, arrays: Arrays) -> Arrays:
         inputs = Inputs(self._spec, arrays)
@@ -79,19 +97,15 @@ class Preprocessing:
         )
 
 
-class Postprocessing:
+class Postprocessing(_Processing):
     """TOKENS_BATCH [B, sequences, length] and SEQUENCE_LENGTH [B, sequences] to OUTPUT [B * sequences].
 
     Each call stands alone, so a character cut by two calls is shown as U+FFFD twice: that is the limit of `pipeline`.
     """
 
     def __init__(self, arguments: Mapping[str, str]) -> None:
-        self._spec = protocol.model("postprocessing")
-        self._skip_special = bool(triton_io.parameters(self._spec, arguments)["skip_special_tokens"])
-        Tokenizer.load()
-
-    def execute(self, requests: Sequence[Any]) -> list[Any]:
-        return [_answered(request, self._tensors) for request in requests]
+        super().__init__("postprocessing", arguments)
+        self._skip_special = bool(self._parameters["skip_special_tokens"])
 
     def _tensors(self, arrays: Arrays) -> Arrays:
         Inputs(self._spec, arrays)

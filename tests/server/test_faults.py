@@ -15,6 +15,7 @@ import numpy as np
 import psutil
 import pytest
 
+from gptoss_trt.runtime.launch.parent_watch import PROGRAM
 from gptoss_trt.runtime.launch.stub_watch import stubs_by_model
 
 MODELS = ("tensorrt_llm", "ensemble", "tensorrt_llm_bls")
@@ -36,6 +37,23 @@ def engines(triton: Any) -> list[psutil.Process]:
             line = process.cmdline()
             if "gptoss_trt.runtime.engine.process" in line and any(str(triton.server.folder) in word for word in line):
                 found.append(process)
+    return found
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def watches(triton: Any) -> int:
+    """How many processes watch over stubs for the death of this server."""
+    found = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+            line = process.cmdline()
+            found += str(PROGRAM) in line and str(triton.server.process.pid) in line
     return found
 
 
@@ -106,13 +124,15 @@ def test_kill_9_of_the_stub_that_started_the_engine(own: Any, words: Any) -> Non
 
 
 def test_kill_9_of_the_server(launch: Callable[..., Any], words: Any) -> None:
-    triton = launch(models=MODELS)
+    """Nothing of it stays: not the stub whose interpreter waits for the dead server, nor the engine with it."""
+    triton = launch(models=(*MODELS, "preprocessing"))
     assert answers(triton, "tensorrt_llm")
-    (engine,) = engines(triton)
+    left = psutil.Process(triton.server.process.pid).children(recursive=True)
+    assert len(left) == 4 + 4 + 1 and len(engines(triton)) == 1, "stubs, their watches, the engine"
     triton.close()  # our own connection keeps the engine too
     triton.server.process.kill()
-    triton.server.process.wait()  # the stubs look for their parent, which a zombie would still be
-    words.wait_until(lambda: not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE, timeout_s=20.0)
+    triton.server.process.wait()
+    words.wait_until(lambda: not any(map(alive, left)), timeout_s=20.0)
     triton.server.clean()
     state = triton.server.folder.parent
     again = launch(engine_dir=triton.server.options.engine_dir, models=("tensorrt_llm",))
@@ -176,13 +196,13 @@ def test_reloads_leave_nothing_behind(own: Any, words: Any) -> None:
         own.server.control("tensorrt_llm", "load", timeout_s=20.0)
         assert answers(own, "tensorrt_llm")
 
-    def held() -> tuple[int, int, int, int]:
+    def held() -> tuple[int, int, int, int, int]:
         stubs = sum(len(each) for each in stubs_by_model(server.pid).values())
         regions = len(list(Path("/dev/shm").glob(f"{own.server._shm_prefix}*")))
-        return stubs, regions, len(engines(own)), own.used_blocks()
+        return stubs, watches(own), regions, len(engines(own)), own.used_blocks()
 
     before = held()
-    assert before[0] == len(MODELS)
+    assert before[:2] == (len(MODELS), len(MODELS))
     reload()
     resident = server.memory_info().rss
     for _ in range(4):

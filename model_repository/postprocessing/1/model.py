@@ -11,3 +11,6 @@ class TritonPythonModel:
 
     def execute(self, requests: list) -> list:
         return self._model.execute(requests)
+
+    def finalize(self) -> None:
+        self._model.finalize()

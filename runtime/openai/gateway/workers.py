@@ -19,6 +19,7 @@ from multiprocessing.context import SpawnProcess
 import uvicorn
 
 from gptoss_trt.runtime.launch.json_log import log_as_json
+from gptoss_trt.runtime.launch.parent_watch import ParentWatch
 from gptoss_trt.runtime.openai.gateway.app import create_app
 from gptoss_trt.runtime.openai.gateway.options import LOST_SIGNALS, GatewayOptions
 
@@ -86,11 +87,8 @@ def _work(options: GatewayOptions, listener: socket.socket, parent: int) -> None
     for number in LOST_SIGNALS.values():
         signal.signal(number, signal.SIG_IGN)  # the application takes them when it starts
     log_as_json()  # a spawned process has no logging of its parent's
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    serve(options, listener)
-
-
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(WATCH_S)
-    os.kill(os.getpid(), signal.SIGTERM)
+    watch = ParentWatch(parent, options.drain_s + KILL_GRACE_S)
+    try:
+        serve(options, listener)
+    finally:
+        watch.close()

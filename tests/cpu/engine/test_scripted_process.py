@@ -375,13 +375,13 @@ def test_a_lost_state_folder_is_an_answer(client: EngineClient) -> None:
 
 def test_python_is_found_inside_a_stub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/opt/backends/python/triton_python_backend_stub")
-    found = starter.python_for_engine()
+    found = starter.own_python()
     command = [found, "-c", "import gptoss_trt"]
     assert subprocess.run(command, check=False, timeout=20).returncode == 0
     monkeypatch.setattr(sys, "prefix", "/nowhere")
     monkeypatch.setattr(shutil, "which", lambda _: None)
     with pytest.raises(FileNotFoundError, match="triton_python_backend_stub"):
-        starter.python_for_engine()
+        starter.own_python()
 
 
 def test_the_log_names_requests_and_no_prompts(client: EngineClient) -> None:

@@ -8,14 +8,17 @@ import logging
 import math
 import ssl
 import subprocess
+import time
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 
 from gptoss_trt.runtime.launch.json_log import JsonLines
+from gptoss_trt.runtime.launch.parent_watch import PROGRAM
 from gptoss_trt.runtime.openai import RequestError
 from gptoss_trt.runtime.openai.gateway import __main__ as entry
 from gptoss_trt.runtime.openai.gateway.app import create_app
@@ -32,6 +35,7 @@ from gptoss_trt.runtime.openai.gateway.options import (
 from gptoss_trt.runtime.openai.gateway.process import GatewayError, start_gateway
 from gptoss_trt.runtime.openai.gateway.readiness import Readiness
 from gptoss_trt.runtime.openai.gateway.store import ResponseStore
+from gptoss_trt.runtime.openai.gateway.workers import KILL_GRACE_S
 
 
 def test_a_command_line_carries_every_option() -> None:
@@ -228,6 +232,25 @@ def test_tls_with_workers_and_no_server_behind(tmp_path: Path) -> None:
         assert gateway.stop() == 0
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "127.0.0.1" not in refused.text
+
+
+def test_workers_go_with_their_parent(tmp_path: Path) -> None:
+    """One that drains at once, and one that can do nothing by itself."""
+    options = GatewayOptions(grpc_url="127.0.0.1:1", port=0, api_workers=2, drain_s=0)
+    gateway = start_gateway(options, tmp_path / "log")
+    parent = psutil.Process(gateway.process.pid)
+    deadline = time.monotonic() + 60
+    watches: list[psutil.Process] = []
+    while len(watches) < 2 and time.monotonic() < deadline:
+        watches = [child for child in parent.children(recursive=True) if str(PROGRAM) in child.cmdline()]
+        time.sleep(0.1)
+    quick, stopped = (psutil.Process(watch.ppid()) for watch in watches)
+    stopped.suspend()
+    gateway.process.kill()
+    gateway.process.wait()
+    assert not psutil.wait_procs([quick], timeout=KILL_GRACE_S - 1)[1]
+    assert stopped.is_running()
+    assert not psutil.wait_procs([stopped, *watches], timeout=KILL_GRACE_S + 2)[1]
 
 
 def test_a_port_that_is_taken(capsys: pytest.CaptureFixture[str]) -> None:
