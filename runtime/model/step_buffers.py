@@ -98,6 +98,7 @@ class StepShape:
             for host in buffers.host
         ]
         self._source_at = places["source"].start
+        self._ids = [host[places["token_ids"]] for host in buffers.host]
         self.batch = StepBatch(
             token_ids=buffers.fed[: shape.tokens],
             positions=there["positions"],
@@ -135,7 +136,11 @@ class StepShape:
         _fill(fields["query_start"], starts, starts[-1])
         for name in ("full_blocks", "window_blocks"):
             _fill_table(fields[name], getattr(batch, name).numpy())
-        ops.feed(self._blocks[chosen], self._buffers.drawn, self._source_at, self._memory, self.batch.token_ids)
+        if self.decodes or draws.source is not None:
+            ops.feed(self._blocks[chosen], self._buffers.drawn, self._source_at, self._memory, self.batch.token_ids)
+        else:  # a step of known tokens: few follow another at once, most have the host to wait for
+            self._memory.copy_(self._blocks[chosen], non_blocking=True)
+            self.batch.token_ids.copy_(self._ids[chosen], non_blocking=True)
 
 
 def _aligned(size: int) -> int:

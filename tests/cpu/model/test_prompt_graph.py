@@ -316,6 +316,11 @@ def test_buffers_hold_both_kinds_of_step() -> None:
     assert shape.batch.query_start.tolist() == [0, 1, 6, 6, 6]
     assert shape.batch.context_lens.tolist() == [4, 5, 0, 0] and shape.batch.logits_rows.tolist() == [0, 0, 0, 0]
     assert shape.batch.full_blocks[1].tolist() == list(range(8, 16)) and int(shape.batch.full_blocks[2:].max()) == -1
+    known = replace(batch_of([2, 3], [3, 0], [0]), window_blocks=batch.window_blocks)
+    shape.fill(known, draws(1), 0)  # no token of the step before: copies
+    assert shape.batch.token_ids.tolist() == [3, 10, 17, 24, 31] + [0] * 59
+    assert shape.batch.positions[:6].tolist() == [3, 4, 0, 1, 2, 0] and int(shape.turn) == 0
+    assert shape.batch.query_start.tolist() == [0, 2, 5, 5, 5]
     for too_large in (replace(batch_of([60, 5], [0, 0]), window_blocks=batch.window_blocks), batch_of([1, 5], [3, 0])):
         with pytest.raises(ValueError):
             shape.fill(too_large, draws(2), 0)
