@@ -26,6 +26,9 @@ class EngineCore(Protocol):
     def step(self) -> list[tuple[RequestKey, Event]]:
         """One step: the new tokens and ends of all requests, a request's tokens before its end."""
 
+    def settle(self) -> None:
+        """What `step` left to be done when its events are on their way; to be called behind each."""
+
     def has_work(self) -> bool:
         """Whether `step` would do something."""
 

@@ -75,6 +75,9 @@ class GuidedCore:
         events, self._events = self._events, []
         return events + self._core.step() if self._core.has_work() else events
 
+    def settle(self) -> None:
+        self._core.settle()
+
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
 

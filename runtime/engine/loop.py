@@ -101,3 +101,4 @@ class EngineLoop:
         self._step_began = None
         if events:
             self._deliver(events)
+        core.settle()

@@ -111,11 +111,14 @@ class ModelCore:
     def step(self) -> list[tuple[RequestKey, Event]]:
         stepped = self._pipeline.step()
         events = self._scheduler.take_events()
-        if self._kv_events is not None:
-            self._kv_events.flush()
         if not stepped and not events:
             raise RuntimeError(f"no work can be planned for {len(self._scheduler.requests)} open requests")
         return events
+
+    def settle(self) -> None:
+        self._cache.settle()
+        if self._kv_events is not None:
+            self._kv_events.flush()
 
     def stats(self) -> dict[str, Any]:
         scheduler, cache = self._scheduler, self._cache

@@ -111,6 +111,9 @@ class ScriptedCore:
         events, self._events = self._events, []
         return events
 
+    def settle(self) -> None:
+        """Nothing is left by a step."""
+
     def stats(self) -> dict[str, Any]:
         generating = sum(len(request.open) for request in self._active.values())
         total = self._plan.full_blocks

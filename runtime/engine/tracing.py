@@ -55,6 +55,9 @@ class TracedCore:
     def has_work(self) -> bool:
         return self._core.has_work()
 
+    def settle(self) -> None:
+        self._core.settle()
+
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
 

@@ -137,6 +137,7 @@ def test_a_router_knows_what_the_engine_holds(
         core.submit((0, str(number)), Submit(str(number), prompt, 6, sampling=Sampling(seed=1)), 0)
     while core.has_work():
         core.step()
+        core.settle()
     tokens_of: dict[int, tuple[int, ...]] = {}
     removed = 0
     for _, events, _ in replayed(context, endpoints[1]):

@@ -245,6 +245,7 @@ def test_hashes_are_made_when_they_are_needed() -> None:
             bench.scheduler.prepare_commit(plan)
             assert len(table.hashes) == 10
         bench.scheduler.commit(plan, [Outcome(1)], 0)
+        bench.cache.settle()
         assert len(set(table.hashes)) == 10 and bench.cache.full.known_contents() == set(table.hashes)
         chains.append(table.hashes)
         bench.submit("b", (*range(10, 34), *range(60, 76)))
@@ -253,6 +254,37 @@ def test_hashes_are_made_when_they_are_needed() -> None:
         assert plan.work[1].sequence.table.hashes[:6] == table.hashes[:6]
         assert len(plan.work[1].sequence.table.hashes) == 7
     assert chains[0] == chains[1]
+
+
+def test_a_token_does_not_wait_for_what_the_cache_learns_of_its_prompt() -> None:
+    """Blocks are published and given back behind the events: by settle, or where a pool is asked for anything."""
+
+    class Listener:
+        def stored(self, content: bytes, parent: bytes | None, tokens: Any) -> None:
+            told.append(content)
+
+        def removed(self, content: bytes) -> None: ...
+
+    told: list[bytes] = []
+    for settles in (True, False):
+        bench = Bench(step_tokens=64)
+        bench.cache = KvCache(20, 20, 4, 8, Listener())
+        bench.scheduler = Scheduler(SchedulerLimits(4, 64, 50, True), bench.cache, Statistics())
+        told.clear()
+        bench.submit("a", 40, 1)
+        plan = bench.scheduler.plan(0)
+        bench.scheduler.commit(plan, [Outcome(1)], 0)
+        tokens, end = (event for _, event in bench.scheduler.take_events())
+        assert isinstance(tokens, Tokens) and isinstance(end, Finished) and not bench.scheduler.has_work
+        assert not told
+        if settles:
+            bench.cache.settle()
+            assert len(told) == 10
+        assert (bench.cache.full.used, bench.cache.window.used) == (0, 0) and len(set(told)) == 10
+        bench.cache.full.check()
+        bench.submit("b", 44)
+        (work,) = bench.scheduler.plan(0).work
+        assert (work.start, work.count) == (40, 4)
 
 
 def test_no_block_is_hashed_before_its_tokens_are_known() -> None:
