@@ -179,7 +179,7 @@ class Bench:
         )  # fmt: skip
         shape = CacheShape(
             self._model.kv_block_bytes(self._block_tokens), self._block_tokens, self._model.config.sliding_window,
-            batch, options.step_tokens, self._model.config.max_context,
+            batch, options.step_tokens, self._model.config.max_context, options.prefix_cache,
         )  # fmt: skip
         blocks = batch * (-(-tokens_each // self._block_tokens) + 1) + batch  # the scheduler spares one for each
         return ModelCore(self._model, options, kv_bytes=shape.bytes_for(blocks + 8), device=device)

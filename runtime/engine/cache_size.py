@@ -25,6 +25,7 @@ class CacheShape:
     max_batch: int
     step_tokens: int
     max_context: int
+    keeps_prefixes: bool = True  # of requests that have ended
 
     @property
     def least_window_blocks(self) -> int:
@@ -35,8 +36,7 @@ class CacheShape:
     def bytes_for(self, full_blocks: int) -> int:
         """Memory of both pools when the full one has `full_blocks` blocks."""
         full_bytes, window_bytes = self.block_bytes
-        window_blocks = self.least_window_blocks + full_blocks // CACHED_WINDOW_SHARE
-        return full_blocks * full_bytes + window_blocks * window_bytes
+        return full_blocks * full_bytes + self._window_blocks(full_blocks) * window_bytes
 
     @property
     def one_context_bytes(self) -> int:
@@ -51,10 +51,14 @@ class CacheShape:
         full_bytes, window_bytes = self.block_bytes
         left = kv_bytes - self.least_window_blocks * window_bytes
         most = self.max_batch * -(-self.max_context // self.block_tokens)
-        full_blocks = min(int(left / (full_bytes + window_bytes / CACHED_WINDOW_SHARE)), most)
+        cached_bytes = window_bytes / CACHED_WINDOW_SHARE if self.keeps_prefixes else 0
+        full_blocks = min(int(left / (full_bytes + cached_bytes)), most)
         if full_blocks < self.max_batch:
             raise EngineLoadError(
                 f"kv_bytes {kv_bytes} is too small: {self.max_batch} sequences and steps of {self.step_tokens} tokens "
                 f"need {self.bytes_for(self.max_batch)}"
             )
-        return full_blocks, self.least_window_blocks + full_blocks // CACHED_WINDOW_SHARE
+        return full_blocks, self._window_blocks(full_blocks)
+
+    def _window_blocks(self, full_blocks: int) -> int:
+        return self.least_window_blocks + (full_blocks // CACHED_WINDOW_SHARE if self.keeps_prefixes else 0)

@@ -242,6 +242,7 @@ def _cache_shape(model: Model, options: EngineOptions, head_bytes: int = 0) -> C
         options.max_batch,
         options.step_tokens,
         _context(model, options),
+        options.prefix_cache,
     )
 
 

@@ -63,19 +63,21 @@ class GptOssModel:
         return block_bytes(self.config, self._formats, self._kv_heads, block_tokens)
 
     def expert_copies_bytes(self, most_tokens: int) -> int:
-        """Bytes of copy_experts of all layers."""
-        return sum(sum(experts.prefill_bytes(most_tokens)) for experts in self._experts)
+        """The most bytes that copy_experts takes."""
+        return sum(sum(experts.prefill_bytes(most_tokens)) for experts in self._experts[:-1])
 
     def copy_experts(self, most_bytes: int, most_tokens: int) -> tuple[int, int, int]:
         """Copies expert weights to FP8 for steps of many tokens, of `most_tokens` at most, as far as `most_bytes` go:
         (layers whose gate_up is copied, layers whose down is, bytes). Comes before any graph is captured. (0, 0, 0)
         where no step would read them.
 
-        All layers' down first: it saves a quarter more for its bytes (tests/perf/NOTES.md)."""
-        sizes = [experts.prefill_bytes(most_tokens) for experts in self._experts]
+        All layers' down first: it saves a quarter more for its bytes (tests/perf/NOTES.md). Not the last layer's, of
+        which a prompt needs one token."""
+        copied = self._experts[:-1]
+        sizes = [experts.prefill_bytes(most_tokens) for experts in copied]
         layers, total = [0, 0], 0
         for part in (DOWN, GATE_UP):
-            for experts, size in zip(self._experts, sizes, strict=True):
+            for experts, size in zip(copied, sizes, strict=True):
                 if size[part] == 0 or total + size[part] > most_bytes:
                     break
                 experts.copy_for_prefill(part)

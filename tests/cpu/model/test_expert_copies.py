@@ -17,7 +17,7 @@ from gptoss_trt.runtime.model import layers, load_model
 def test_steps_of_many_tokens_read_the_copies(
     make_engine: Callable[..., Path], scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the memory goes, of all layers' down first; the numbers are the same."""
+    """As far as the memory goes, of all layers' down first, none of the last layer; the numbers are the same."""
     engine = make_engine(h_scale="static")
     ids = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     usual = scheduler(load_model(engine)).step({"a": ids}, rows="all")
@@ -31,7 +31,7 @@ def test_steps_of_many_tokens_read_the_copies(
     monkeypatch.setattr(layers, "prefill_experts", copy)
     monkeypatch.setattr(layers, "PREFILL_ROWS", 8)
     model = load_model(engine)
-    count = model.config.num_layers
+    count = model.config.num_layers - 1
     assert model.copy_experts(9999, 7) == (0, 0, 0)  # no step would be long enough
     assert model.expert_copies_bytes(150) == 3000 * count and model.expert_copies_bytes(7) == 0
     assert load_model(engine).copy_experts(1999, 150) == (0, 1, 1000)
