@@ -198,6 +198,7 @@ gptoss_trt_status launch(const Args& args, cudaStream_t stream) {
       (args.flags & GPTOSS_TRT_MOE_DEPENDENT_LAUNCH) != 0,
       multiprocessors,
       plan.share,
+      plan.pairs,
       stream};
   const Params params = make_params(args, plan, layout);
   const auto storage = static_cast<Storage>(args.storage);

@@ -14,6 +14,7 @@ struct LaunchOptions {
   bool dependent_launch;
   int multiprocessors;
   int share;  // of the plan
+  bool pairs;
   cudaStream_t stream;
 };
 

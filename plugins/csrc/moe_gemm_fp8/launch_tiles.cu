@@ -65,23 +65,29 @@ cudaError_t launch_sorted(Params params, const LaunchOptions& options) {
   return launch<S>(params, options);
 }
 
-template <bool kGateUp, Storage kStorage>
+template <bool kGateUp, Storage kStorage, bool kPairs>
 cudaError_t launch_shared(const Params& params, const LaunchOptions& options) {
-  return options.share > 1 ? launch_sorted<TileShape<kGateUp, 2, kStorage>>(params, options)
-                           : launch_sorted<TileShape<kGateUp, 1, kStorage>>(params, options);
+  return options.share > 1
+             ? launch_sorted<TileShape<kGateUp, 2, kStorage, kPairs>>(params, options)
+             : launch_sorted<TileShape<kGateUp, 1, kStorage, kPairs>>(params, options);
 }
 
-template <bool kGateUp>
-cudaError_t launch_storage(Storage storage, const Params& params, const LaunchOptions& options) {
-  return storage == Storage::kMxfp4 ? launch_shared<kGateUp, Storage::kMxfp4>(params, options)
-                                    : launch_shared<kGateUp, Storage::kFp8Tiles>(params, options);
+// DOWN in pairs is for few rows, which two blocks do not share.
+cudaError_t launch_down_tiles(const Params& params, const LaunchOptions& options) {
+  constexpr auto kTiles = Storage::kFp8Tiles;
+  return options.pairs ? launch_sorted<TileShape<false, 1, kTiles, true>>(params, options)
+                       : launch_shared<false, kTiles, false>(params, options);
 }
 
 }  // namespace
 
 cudaError_t launch_tiles(Storage storage, const Params& params, const LaunchOptions& options) {
-  return options.gate_up ? launch_storage<true>(storage, params, options)
-                         : launch_storage<false>(storage, params, options);
+  if (storage == Storage::kMxfp4) {
+    return options.gate_up ? launch_shared<true, Storage::kMxfp4, false>(params, options)
+                           : launch_shared<false, Storage::kMxfp4, false>(params, options);
+  }
+  return options.gate_up ? launch_shared<true, Storage::kFp8Tiles, true>(params, options)
+                         : launch_down_tiles(params, options);
 }
 
 }  // namespace gptoss::moe

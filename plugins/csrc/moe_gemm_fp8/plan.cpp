@@ -148,8 +148,12 @@ Plan make_plan(const gptoss_trt_moe_gemm_args& args) {
     plan.kind = GPTOSS_TRT_MOE_PLAN_PREFILL;
     plan.token_block = kBlockRows;
     plan.k_split = 1;
-    plan.share =
-        rows(args, args.tokens) >= static_cast<uint64_t>(kSharedRows) * args.experts ? 2 : 1;
+    const auto rows_reach = [&](int rows_each) {
+      return rows(args, args.tokens) >= static_cast<uint64_t>(rows_each) * args.experts;
+    };
+    plan.share = rows_reach(kSharedRows) ? 2 : 1;
+    plan.pairs = args.storage == GPTOSS_TRT_MOE_FP8_TILES &&
+                 (args.product == GPTOSS_TRT_MOE_GATE_UP || !rows_reach(kPairedDownRows));
     return plan;
   }
   if (is_prefill(args, args.tokens)) {

@@ -98,6 +98,9 @@ constexpr int kBlockRows = kBlockChunks * kChunkRows;
 // From this many rows an expert on average two blocks of threads share tokens (measured: 5% faster
 // at 1,024, 2% slower at 256).
 constexpr int kSharedRows = 512;
+// DOWN takes FP8 tiles in pairs below this many (measured: 6% faster at 64, 4% at 128, as fast to
+// 3% slower at 256), GATE_UP always.
+constexpr int kPairedDownRows = 192;
 // MXFP4 is expanded into FP8 tiles from this many rows an expert on average (measured: GATE_UP as
 // fast at 256 of 20b, 8% slower at 128 of 120b; DOWN 8% faster at 128 of 20b, 13% at 256).
 constexpr int kExpandedGateUpRows = 256;
@@ -124,6 +127,7 @@ struct Plan {
   int k_split;
   bool tiles;           // the kernel on FP8 tiles, into which it expands MXFP4
   int share;            // blocks of threads with the same tokens, on FP8 tiles
+  bool pairs;           // of tiles, on FP8 tiles that lie ready
   SharedLayout shared;  // of the WGMMA plan
   PrefillShared prefill;
 };

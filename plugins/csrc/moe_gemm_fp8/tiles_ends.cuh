@@ -65,9 +65,9 @@ template <int kColumns, bool kPermuted>
 struct TileBias {
   uint32_t pairs[kColumns / 8];
 
-  // Of the item's tile `tile`.
-  __device__ __forceinline__ TileBias(const TileSlot& slot, const TileLane& lane, int tile) {
-    const uint16_t* bias = slot.bias + tile * kTileRows + lane.column * (kPermuted ? 4 : 1);
+  // Of a tile's bias.
+  __device__ __forceinline__ TileBias(const uint16_t* tile, const TileLane& lane) {
+    const uint16_t* bias = tile + lane.column * (kPermuted ? 4 : 1);
     if constexpr (kPermuted) {
 #pragma unroll
       for (int j = 0; j < kColumns / 8; j += 4) {
@@ -93,13 +93,14 @@ struct TileBias {
 // A thread has channels 4j + t of a row (permuted: 16 (j / 4) + 4t + j % 4), and stores the 16 from
 // 16t on.
 template <typename S, int kBlocks>
-__device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, const TileLane& lane,
-                                        const TileWork<S>& work, const TileSums& sum) {
+__device__ __forceinline__ void store_h(const Params& p, const typename S::Slot& slot,
+                                        const TileLane& lane, const TileWork<S>& work,
+                                        const TileSums& sum) {
   constexpr bool kPermuted = S::kExpand;
   const int channels = p.n / 2;
 #pragma unroll
   for (int own = 0; own < kBlocks; ++own) {
-    const TileBias<kTileRows, kPermuted> bias(slot, lane, work.tile(own));
+    const TileBias<kTileRows, kPermuted> bias(slot.bias + work.tile(own) * kTileRows, lane);
     const int channel = (slot.item.tile + work.tile(own)) * (kTileRows / 2) + threadIdx.x % 4 * 16;
     uint32_t words[2][4];
 #pragma unroll
@@ -137,20 +138,20 @@ __device__ __forceinline__ void store_h(const Params& p, const TileSlot& slot, c
 }
 
 template <typename S, int kBlocks, int kColumns>
-__device__ __forceinline__ void store_out(const Params& p, const TileSlot& slot,
+__device__ __forceinline__ void store_out(const Params& p, const typename S::Slot& slot,
                                           const TileLane& lane, const TileWork<S>& work,
                                           const TileSums& sum) {
   constexpr bool kPermuted = S::kExpand;
-  const int first = slot.item.tile * kTileRows;
-  const TileBias<kColumns, kPermuted> bias(slot, lane, 0);
   const auto token_of = [&](int own, int row) {
     return work.chunk(own) * kChunkRows + lane.row + 8 * row;
   };
   uint2 rows[kBlocks][2];
 #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) rows[i / 2][i % 2] = slot.down.rows[token_of(i / 2, i % 2)];
+  for (int i = 0; i < 2 * kBlocks; ++i) rows[i / 2][i % 2] = slot.rows[token_of(i / 2, i % 2)];
 #pragma unroll
   for (int own = 0; own < kBlocks; ++own) {
+    const int first = (slot.item.tile + work.tile(own)) * kTileRows;
+    const TileBias<kColumns, kPermuted> bias(slot.bias + work.tile(own) * kTileRows, lane);
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       const int token = token_of(own, row);

@@ -6,7 +6,7 @@
 // run.
 //
 // A cluster of two blocks (kShare) multiplies the same tokens with two tiles and copies the tokens
-// once. GATE_UP takes tiles that lie ready in pairs (kPairs): a block multiplies 128 tokens, read
+// once. Tiles that lie ready may go in pairs (kPairs): a block multiplies 128 tokens, read
 // into registers once for both, and a cluster copies the pair once. Items are taken from a counter,
 // because they cost as much as their rows: one warp takes them and finds what their ends need,
 // others copy (tiles_producer.cuh). Weights that lie as MXFP4 are expanded into such tiles by warps
@@ -164,7 +164,7 @@ __device__ __forceinline__ void pass_item(const Params& p, const TileMemory<S>& 
 
 template <typename S, int kBlocks, int kColumns = kTileRows>
 __device__ __forceinline__ void consume_columns(const Params& p, const TileMemory<S>& memory,
-                                                const TileSlot& slot, const TileLane& lane,
+                                                const typename S::Slot& slot, const TileLane& lane,
                                                 const TileWork<S>& work,
                                                 RingPlace<S::kStages>& place) {
   TileSums sum;
@@ -179,11 +179,11 @@ __device__ __forceinline__ void consume_columns(const Params& p, const TileMemor
 // DOWN has tiles whose second half lies behind n: the first is multiplied alone.
 template <typename S, int kBlocks>
 __device__ __forceinline__ void consume_blocks(const Params& p, const TileMemory<S>& memory,
-                                               const TileSlot& slot, const TileLane& lane,
+                                               const typename S::Slot& slot, const TileLane& lane,
                                                const TileWork<S>& work,
                                                RingPlace<S::kStages>& place) {
-  if constexpr (!S::kGate) {
-    if ((slot.item.tile + 1) * kTileRows - p.n >= kTileRows / 2) {
+  if constexpr (!S::kGate && (kBlocks == 1 || !S::kPairs)) {
+    if ((slot.item.tile + work.tile(0) + 1) * kTileRows - p.n >= kTileRows / 2) {
       consume_columns<S, kBlocks, kTileRows / 2>(p, memory, slot, lane, work, place);
       return;
     }
@@ -208,7 +208,7 @@ __device__ __forceinline__ void consume_items(const Params& p, const TileMemory<
   RingPlace<kItemSlots> slots;
   for (;; slots.step()) {
     barrier_wait(memory.item_full(slots.stage), slots.parity);
-    const TileSlot& slot = memory.slot(slots.stage);
+    const typename S::Slot& slot = memory.slot(slots.stage);
     if (slot.item.expert < 0) return;
     TileWork<S> work;
     const int blocks = share_item(slot.item, lane.warpgroup, work);

@@ -36,21 +36,16 @@ constexpr int kRawStages = 3;
 constexpr int kRawPitch = record_bytes(Storage::kMxfp4, 2);
 constexpr int kRawBytes = ceil_div(kTileStrips * kRawPitch, 128) * 128;
 
-// An item and what its end needs.
+// An item of kTiles tiles and what its end needs.
+template <int kTiles>
 struct TileSlot {
   TileItem item;
-  // bf16 bits. DOWN has no pairs of tiles, GATE_UP no rows: kSlotBytes.
-  union {
-    uint16_t bias[2 * kTileRows];
-    struct {
-      uint16_t bias[kTileRows];
-      uint2 rows[kBlockRows];  // output slot and routing weight
-    } down;
-  };
+  uint16_t bias[kTiles * kTileRows];  // bf16 bits
+  uint2 rows[kBlockRows];  // DOWN: output slot and routing weight. GATE_UP has none: kSlotBytes.
 };
 
 // Byte offsets from a multiple of kTileSwizzle.
-template <bool kGateUp, int kSharing, Storage kStorage>
+template <bool kGateUp, int kSharing, Storage kStorage, bool kInPairs>
 struct TileShape {
   static constexpr bool kGate = kGateUp;
   static constexpr bool kExpand = kStorage == Storage::kMxfp4;
@@ -63,9 +58,9 @@ struct TileShape {
   static constexpr int kExpandingWarps = kExpand ? 4 : 0;
   static constexpr int kCopyingThreads = kExpand ? 2 : 1;
   static constexpr int kShare = kSharing, kStages = kTileStages;
-  // GATE_UP's FP8 tiles go in pairs to blocks of 128 tokens, so that a warpgroup reads its tokens
-  // once for both (measured: 4% faster than tile by tile, DOWN 2% slower).
-  static constexpr bool kPairs = kGate && !kExpand;
+  // FP8 tiles may go in pairs to blocks of 128 tokens, so that a warpgroup reads its tokens once
+  // for both.
+  static constexpr bool kPairs = kInPairs;
   static constexpr int kTiles = kPairs ? 2 : 1;
   static constexpr int kClusterTiles = kPairs ? kTiles : kShare;
   static constexpr int kChunks = kPairs ? kTileConsumers : kBlockChunks;
@@ -82,9 +77,8 @@ struct TileShape {
   static constexpr int kApartAt = kStages * kStageBytes;
   static constexpr int kWeightScalesAt = kApartAt + kStages * kTokenScaleBytes;
   static constexpr int kApartBytes = kExpand ? kStages * (kTokenScaleBytes + 16) : 0;
-  static constexpr int kSlotBytes =
-      kGate ? static_cast<int>(offsetof(TileSlot, bias)) + kTiles * kTileRows * 2
-            : static_cast<int>(sizeof(TileSlot));
+  using Slot = TileSlot<kTiles>;
+  static constexpr int kSlotBytes = static_cast<int>(kGate ? offsetof(Slot, rows) : sizeof(Slot));
   static constexpr int kRawAt = ceil_div(kApartAt + kApartBytes, 128) * 128;
   static constexpr int kSlotsAt = kRawAt + (kExpand ? kRawStages * kRawBytes : 0);
   static constexpr int kBarriersAt = kSlotsAt + kItemSlots * kSlotBytes;
@@ -112,8 +106,8 @@ struct TileMemory {
     return S::kExpand ? address + S::kApartAt + stage * S::kTokenScaleBytes
                       : tokens(stage) + S::kScalesAt;
   }
-  __device__ TileSlot& slot(int i) const {
-    return *reinterpret_cast<TileSlot*>(base + S::kSlotsAt + i * S::kSlotBytes);
+  __device__ typename S::Slot& slot(int i) const {
+    return *reinterpret_cast<typename S::Slot*>(base + S::kSlotsAt + i * S::kSlotBytes);
   }
   __device__ uint32_t full(int stage) const { return address + S::kBarriersAt + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
@@ -193,10 +187,10 @@ class SlotFiller {
   __device__ __forceinline__ void copy_weights() {
     if constexpr (S::kGate) return;
     copies_wait_all();
-    TileSlot& slot = memory_.slot(place_.stage);
+    typename S::Slot& slot = memory_.slot(place_.stage);
     for (int row = threadIdx.x % 32; row < rows_; row += 32) {
-      copy_word_async(shared_address(&slot.down.rows[row].y),
-                      p_.expert_weights + slot.down.rows[row].x, true);
+      copy_word_async(shared_address(&slot.rows[row].y), p_.expert_weights + slot.rows[row].x,
+                      true);
     }
   }
 
@@ -239,7 +233,7 @@ class SlotFiller {
 
   __device__ __forceinline__ void write(int index) {
     const int lane = threadIdx.x % 32;
-    TileSlot& slot = memory_.slot(place_.stage);
+    typename S::Slot& slot = memory_.slot(place_.stage);
     barrier_wait(memory_.item_empty(place_.stage), place_.parity ^ 1);
     if (index >= total_) {
       if (lane == 0) slot.item.expert = -1;
@@ -267,8 +261,7 @@ class SlotFiller {
     }
     if constexpr (!S::kGate) {
       for (int row = lane; row < item.rows; row += 32) {
-        copy_word_async(shared_address(&slot.down.rows[row].x), p_.row_slots + item.first + row,
-                        true);
+        copy_word_async(shared_address(&slot.rows[row].x), p_.row_slots + item.first + row, true);
       }
     }
   }
