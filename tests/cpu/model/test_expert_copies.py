@@ -17,7 +17,7 @@ from gptoss_trt.runtime.model import layers, load_model
 def test_steps_of_many_tokens_read_the_copies(
     make_engine: Callable[..., Path], scheduler: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as the memory goes, of all layers' down first, none of the last layer; the numbers are the same."""
+    """As far as the memory goes, of all layers' gate_up first, none of the last layer; the numbers are the same."""
     engine = make_engine(h_scale="static")
     ids = torch.randint(0, 320, (150,), generator=torch.Generator().manual_seed(0)).tolist()
     usual = scheduler(load_model(engine)).step({"a": ids}, rows="all")
@@ -35,8 +35,9 @@ def test_steps_of_many_tokens_read_the_copies(
     assert model.copy_experts(9999, 7) == (0, 0, 0)  # no step would be long enough
     assert model.expert_copies_bytes(150) == 3000 * count and model.expert_copies_bytes(7) == 0
     assert load_model(engine).copy_experts(1999, 150) == (0, 1, 1000)
+    assert load_model(engine).copy_experts(2999, 150) == (1, 0, 2000)
     made.clear()
-    assert model.copy_experts(1000 * count + 3999, 150) == (1, count, 1000 * count + 2000)
+    assert model.copy_experts(2000 * count + 1999, 150) == (count, 1, 2000 * count + 1000)
     with_copies = scheduler(model)
     assert torch.equal(with_copies.step({"a": ids}, rows="all"), usual)
     for tiles in made:
