@@ -199,7 +199,9 @@ def test_a_chunk_gives_what_the_whole_prompt_gives() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 128])
-@pytest.mark.parametrize("slope", ["older larger", "newer larger", "far below 0", "one step", "one key"])
+@pytest.mark.parametrize(
+    "slope", ["older larger", "newer larger", "far below 0", "one step", "one key", "now and then"]
+)
 def test_prefill_of_scores_far_apart(slope: str, window: int) -> None:
     """Weights are relative to a base that follows a row's largest score only when it must."""
     case = Paged.make([700, 130], [400, 130], window, kv_heads=2)
@@ -210,6 +212,7 @@ def test_prefill_of_scores_far_apart(slope: str, window: int) -> None:
     factor, offset = {
         "older larger": (12 - rows / 60, 0), "newer larger": (rows / 60, 0), "far below 0": (1, -40 * common),
         "one step": (1, 30 * common * (rows < 350)), "one key": (1, 3000 * common * (rows == 333)),
+        "now and then": (1 + 19 * (rows % 50 == 7), 0),
     }[slope]  # fmt: skip
     case.k[blocks] = (case.k[blocks] * factor + offset).to(torch.bfloat16)
     case.q += 3 * common

@@ -32,10 +32,6 @@ __device__ __forceinline__ int most_bits(int most, float a, float b) {
 
 // A branch that is never taken and needs all weights: the assembler, which would rather wait first
 // and make the exponentials afterwards, does not move the wait across it.
-__device__ __forceinline__ void finish_before_wait(float total) {
-  if (__any_sync(0xffffffffu, total < 0.f)) __nanosleep(32);
-}
-
 template <int kKeys>
 __device__ __forceinline__ void finish_before_wait(const uint32_t (&weights)[kKeys / 16][4]) {
   uint32_t signs = 0;
@@ -68,17 +64,35 @@ __device__ __forceinline__ void start_scores(float (&scores)[kKeys / 2], uint64_
 
 // With 36 outputs the last four are sums of weights: the eight columns behind the values' are rows
 // of ones, the same sixteen for every instruction, so their distance shrinks as the values advance.
+template <int kOutputs>
+__device__ __forceinline__ uint64_t rows_of_values(uint32_t values, uint32_t ones) {
+  return kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
+}
+template <int kOutputs>
+__host__ __device__ constexpr uint32_t moved_values(uint32_t units) {
+  return kOutputs == 36 ? units - (units << 16) : units;
+}
+
 template <int kKeys, int kOutputs>
 __device__ __forceinline__ void start_output(float (&out)[kOutputs],
-                                             uint32_t (&weights)[kKeys / 16][4], uint32_t values,
-                                             uint32_t ones) {
-  constexpr uint64_t kUnits = 16 * kRowBytes / 16;
-  constexpr uint64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
-  const uint64_t rows =
-      kOutputs == 36 ? swizzled_rows(values, ones - values) : swizzled_rows(values);
+                                             uint32_t (&weights)[kKeys / 16][4], uint64_t values) {
+  constexpr int64_t kUnits = 16 * kRowBytes / 16;
+  constexpr int64_t kStep = kOutputs == 36 ? kUnits - (kUnits << 16) : kUnits;
 #pragma unroll
-  for (int k = 0; k < kKeys / 16; ++k) wgmma_bf16_turned(out, weights[k], rows + k * kStep);
+  for (int k = 0; k < kKeys / 16; ++k) {
+    wgmma_bf16_turned(out, weights[k], values + k * kStep);
+  }
   wgmma_commit();
+}
+
+// Executed by all threads of the block.
+constexpr int kOnesBytes = 16 * kRowBytes;
+__device__ __forceinline__ void fill_ones(uint32_t ones) {
+  for (int at = threadIdx.x * 16; at < kOnesBytes; at += blockDim.x * 16) {
+    constexpr uint32_t kTwoOnes = 0x3F803F80;
+    store_shared_u128(ones + at, kTwoOnes, kTwoOnes, kTwoOnes, kTwoOnes);
+  }
+  async_proxy_fence();
 }
 
 template <int kOutputs>

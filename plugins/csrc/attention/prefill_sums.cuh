@@ -32,7 +32,6 @@ struct SumsShape {
   static constexpr int kThreads = (kConsumers + 1) * kGroupThreads;
   static constexpr int kQueryBytes = kConsumers * 64 * kRowBytes;
   static constexpr int kBlockBytes = kKeys * kRowBytes;  // of keys; values as many
-  static constexpr int kOnesBytes = 16 * kRowBytes;
   static constexpr int kBarriers = 1 + 4 * kStages;
   static constexpr int kSharedBytes = 1024 + kQueryBytes + 2 * kStages * kBlockBytes + kOnesBytes +
                                       kBarriers * 8;  // 1,024: alignment
@@ -51,7 +50,10 @@ struct SumsMemory {
         keys(query + Shape::kQueryBytes),
         values(keys + kStages * Shape::kBlockBytes),
         ones(values + kStages * Shape::kBlockBytes),
-        barriers(ones + Shape::kOnesBytes) {}
+        barriers(ones + kOnesBytes) {}
+  __device__ __forceinline__ uint64_t value_rows(int s) const {
+    return rows_of_values<36>(values + s * Shape::kBlockBytes, ones);
+  }
   __device__ __forceinline__ uint32_t query_full() const { return barriers; }
   __device__ __forceinline__ uint32_t keys_full(int s) const { return barriers + 8 + 8 * s; }
   __device__ __forceinline__ uint32_t keys_free(int s) const { return keys_full(kStages + s); }
@@ -140,14 +142,6 @@ __device__ __forceinline__ void soften(float (&scores)[kKeys / 2], RowState& row
   }
 }
 
-__device__ __forceinline__ void fill_ones(uint32_t ones) {
-  constexpr uint32_t kTwoOnes = 0x3F803F80;
-  for (int at = threadIdx.x * 4; at < SumsShape::kOnesBytes; at += SumsShape::kThreads * 4) {
-    asm volatile("st.shared.u32 [%0], %1;" ::"r"(ones + at), "r"(kTwoOnes) : "memory");
-  }
-  async_proxy_fence();
-}
-
 __device__ __forceinline__ void consume(const PrefillParams& p, const SumsMemory& memory,
                                         const PrefillTile& tile, const KeyBlocks& blocks, int group,
                                         int kv_head) {
@@ -186,7 +180,7 @@ __device__ __forceinline__ void consume(const PrefillParams& p, const SumsMemory
     wgmma_fence();
     start_scores<kKeys>(scores, query, swizzled_rows(memory.keys + stage * Shape::kBlockBytes));
     barrier_wait(memory.values_full(before), parity_before);
-    start_output<kKeys>(out, old, memory.values + before * Shape::kBlockBytes, memory.ones);
+    start_output<kKeys>(out, old, memory.value_rows(before));
     wgmma_wait<1>();
     wgmma_settle(scores);
     if (leads) barrier_arrive(memory.keys_free(stage));
@@ -202,7 +196,7 @@ __device__ __forceinline__ void consume(const PrefillParams& p, const SumsMemory
   const auto finish = [&](Weights& old) {
     barrier_wait(memory.values_full(stage), parity);
     wgmma_fence();
-    start_output<kKeys>(out, old, memory.values + stage * Shape::kBlockBytes, memory.ones);
+    start_output<kKeys>(out, old, memory.value_rows(stage));
     wgmma_wait<0>();
     wgmma_settle(out);
     wgmma_release(old);
@@ -237,7 +231,12 @@ __global__ __launch_bounds__(SumsShape::kThreads, 1) void attention_sums_kernel(
   fill_ones(memory.ones);
   if (threadIdx.x == 0) {
     barrier_init(memory.query_full(), 1);
-    init_stages<Shape>(memory);
+    for (int s = 0; s < Shape::kStages; ++s) {
+      barrier_init(memory.keys_full(s), 1);
+      barrier_init(memory.values_full(s), 1);
+      barrier_init(memory.keys_free(s), Shape::kConsumers * 4);
+      barrier_init(memory.values_free(s), Shape::kConsumers * 4);
+    }
     barrier_init_fence();
   }
   dependents_launch();
@@ -249,7 +248,7 @@ __global__ __launch_bounds__(SumsShape::kThreads, 1) void attention_sums_kernel(
   KeyBlocks blocks(tile, Shape::kQueries, Shape::kKeys, p.window);
   if (group == Shape::kConsumers) {
     registers_release<Shape::kProducerRegisters>();
-    if (threadIdx.x == Shape::kConsumers * kGroupThreads) {
+    if (of_first_lane(threadIdx.x / 32) == Shape::kConsumers * 4 && elect_lane()) {
       produce(p, &q_map, &k_map, &v_map, memory, tile, blocks, kv_head);
     }
   } else {

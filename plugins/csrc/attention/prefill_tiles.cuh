@@ -26,18 +26,6 @@ __device__ __forceinline__ int of_first_lane(int value) {
   return __shfl_sync(0xffffffffu, value, 0);
 }
 
-// Executed by one thread: the barriers of the stages of keys and values, which one thread fills and
-// each warp of Shape::kConsumers warpgroups gives back.
-template <class Shape, class Memory>
-__device__ __forceinline__ void init_stages(const Memory& memory) {
-  for (int s = 0; s < Shape::kStages; ++s) {
-    barrier_init(memory.keys_full(s), 1);
-    barrier_init(memory.values_full(s), 1);
-    barrier_init(memory.keys_free(s), Shape::kConsumers * 4);
-    barrier_init(memory.values_free(s), Shape::kConsumers * 4);
-  }
-}
-
 // The queries of one block: [token, end) of the step, of a sequence whose keys are [0, context).
 struct PrefillTile {
   int sequence;  // -1: none

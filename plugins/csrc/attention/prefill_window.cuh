@@ -302,7 +302,6 @@ __device__ __forceinline__ void walk_strip(const PrefillParams& p, const CUtenso
                                            const WindowMemory<Shape>& memory, const Strip& strip,
                                            int unit, int units, int group, int kv_head) {
   const int warp = threadIdx.x >> 5 & 3;
-  const bool leads = (threadIdx.x & 31) == 0;
   const float sink2 = sink_of(p, kv_head);
   const UsualBase usual(sink2, p.scale_log2);
   UnitScores scores;
@@ -331,7 +330,7 @@ __device__ __forceinline__ void walk_strip(const PrefillParams& p, const CUtenso
     if (warp == 0) {  // the queries are read: the next but one take their place
       named_barrier_sync(1 + group, kGroupThreads);
       const int later = unit + 2 * Shape::kGroups;
-      if (leads && later < units) {
+      if (later < units && elect_lane()) {
         barrier_expect_bytes(memory.query_full(group, n & 1), kUnitBytes);
         tensor_copy_3d(memory.query(group, n & 1), q_map, 0, kv_head * kGroup,
                        strip.token + later * kGroupQueries, memory.query_full(group, n & 1));
@@ -373,7 +372,8 @@ __global__ __launch_bounds__(Shape::kThreads, Shape::kBlocks) void attention_win
   const int skip = max(strip.first - strip.token, 0) / kGroupQueries;  // units of older positions
   const int units = (strip.end - strip.position + kGroupQueries - 1) / kGroupQueries;
   const int unit = of_first_lane(skip + group);
-  if (strip.sequence >= 0 && threadIdx.x % kGroupThreads == 0) {
+  const bool first_warp = of_first_lane(threadIdx.x / 32) % 4 == 0;
+  if (strip.sequence >= 0 && first_warp && elect_lane()) {
     copy_strip(p, &q_map, &k_map, &v_map, memory, strip, unit, units, group, kv_head);
   }
   __syncwarp();

@@ -47,10 +47,14 @@ __device__ __forceinline__ void wgmma_release(uint32_t (&a)[kCount][4]) {
 // rows lie 1,024 bytes apart, along N when rows are N (64 values of K each) and along K when rows
 // are K (64 values of N each). Adding n moves it by 16 n bytes.
 __device__ __forceinline__ uint64_t swizzled_rows(uint32_t address, uint32_t next_columns = 16) {
-  constexpr uint64_t kGroupBytes = 1024, kSwizzle128 = 1;
-  return static_cast<uint64_t>((address & 0x3FFFF) >> 4) |
-         static_cast<uint64_t>(next_columns >> 4) << 16 | (kGroupBytes >> 4) << 32 |
-         kSwizzle128 << 62;
+  constexpr uint32_t kGroupBytes = 1024, kSwizzle128 = 1;
+  const uint32_t low = (address >> 4) + (next_columns >> 4 << 16);
+  return static_cast<uint64_t>(kGroupBytes >> 4 | kSwizzle128 << 30) << 32 | low;
+}
+
+// The descriptor `units` of 16 bytes further (in the low half, where nothing is carried out of it).
+__device__ __forceinline__ uint64_t moved_rows(uint64_t rows, uint32_t units) {
+  return rows >> 32 << 32 | static_cast<uint32_t>(static_cast<uint32_t>(rows) + units);
 }
 
 // d[64, kKeys] = a[64, 16] b[kKeys, 16]^T (+ d when `accumulate` is not 0), both by descriptor,
