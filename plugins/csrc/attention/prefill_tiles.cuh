@@ -130,27 +130,19 @@ __device__ __forceinline__ void write_codes(const PrefillParams& p, int begin, i
                                             int kv_head, const uint32_t (&words)[2][8]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3;
   const int head = kv_head * kGroup + g;
-  float scale[2];  // of two heads
+  float most[2], scale[2];  // of two heads
 #pragma unroll
-  for (int row = 0; row < 2; ++row)
-    scale[row] = group_scale(most_over_lanes<8>(most_of(words[row])));
-  const GroupDivision divide[2] = {GroupDivision(scale[0]), GroupDivision(scale[1])};
+  for (int row = 0; row < 2; ++row) most[row] = most_over_lanes<8>(most_of(words[row]));
   uint32_t codes[2][4];  // of columns 16i + 2t and the next, and of those 8 further
-  const bool lifts = __any_sync(0xffffffffu, divide[0].lifts() || divide[1].lifts());
-  if (!lifts) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = i / 4, j = 2 * (i % 4);
-      codes[row][j / 2] = code_pair<false>(words[row][j], divide[row]) |
-                          code_pair<false>(words[row][j + 1], divide[row]) << 16;
-    }
+  const bool usual = UsualDivision::usual(most[0]) && UsualDivision::usual(most[1]);
+  if (__all_sync(0xffffffffu, usual)) {
+    const UsualDivision divide[2] = {UsualDivision(most[0]), UsualDivision(most[1])};
+    code_rows(words, divide, codes);
+    scale[0] = divide[0].scale(), scale[1] = divide[1].scale();
   } else {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const int row = i / 4, j = 2 * (i % 4);
-      codes[row][j / 2] = code_pair<true>(words[row][j], divide[row]) |
-                          code_pair<true>(words[row][j + 1], divide[row]) << 16;
-    }
+    scale[0] = group_scale(most[0]), scale[1] = group_scale(most[1]);
+    const GroupDivision divide[2] = {GroupDivision(scale[0]), GroupDivision(scale[1])};
+    code_rows(words, divide, codes);
   }
   const int64_t at = (static_cast<int64_t>(token) * p.kv_heads * kGroup + head) * kHeadDim + 16 * t;
   float* scales = p.out_scale + static_cast<int64_t>(head * kHeadDim / kScaleChannels) * p.tokens;

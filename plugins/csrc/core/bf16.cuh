@@ -63,13 +63,6 @@ class GroupDivision {
     return fmaf(fmaf(-quotient, scale_, lifted), inverse_, quotient);
   }
 
-  // The same where the scale was not lifted.
-  __device__ __forceinline__ bool lifts() const { return lift_ != 1.0f; }
-  __device__ __forceinline__ float unlifted(float value) const {
-    const float quotient = value * inverse_;
-    return fmaf(fmaf(-quotient, scale_, value), inverse_, quotient);
-  }
-
  private:
   float lift_, scale_, inverse_;
 };
