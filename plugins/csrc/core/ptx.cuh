@@ -152,6 +152,13 @@ __device__ __forceinline__ void prefetch_line(const void* source) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(source) : "memory");
 }
 
+// As one instruction: the compiler makes four of some stores of a uint4.
+__device__ __forceinline__ void store_global_u128(void* target, const uint32_t (&words)[4]) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(target), "r"(words[0]),
+               "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+}
+
 __device__ __forceinline__ void store_shared_u128(uint32_t address, uint32_t x, uint32_t y,
                                                   uint32_t z, uint32_t w) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x), "r"(y), "r"(z),

@@ -38,9 +38,40 @@ __device__ __forceinline__ void copy_box_once(uint32_t target, const CUtensorMap
       : "memory");
 }
 
+// copy_box to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
+__device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, int column,
+                                                int row, uint32_t barrier, uint16_t blocks) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
+      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
+      : "memory");
+}
+
 // Arrives at `barrier` once the calling thread's copy_word_async have landed.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+// ---- tokens in registers ----------------------------------------------------------------------
+
+constexpr int kFragmentColumns = 128;  // of K
+
+// Where ldmatrix reads a warpgroup's 64 rows of so many columns, behind the first: lane 8i + r
+// gives the address of row r of rows 0 to 7, 8 to 15, and the same of the next 16 columns.
+__device__ __forceinline__ uint32_t fragment_place() {
+  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
+  return row * kFragmentColumns + 16 * (lane / 16 ^ lane % 8);
+}
+
+// The M operand of wgmma_e4m3.
+using TokenFragments = uint32_t[kFragmentColumns / 32][4];
+
+// `place`: of the rows, and fragment_place() behind it.
+__device__ __forceinline__ void load_fragments(uint32_t place, TokenFragments& a) {
+#pragma unroll
+  for (int i = 0; i < kFragmentColumns / 32; ++i) load_matrices(place ^ (32 * i), a[i]);
+  wgmma_operands_ready(a);
 }
 
 // ---- WGMMA ----------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
 // The blocks of a cluster have parts of K and add their sums through each other's shared memory
 // (kSplit). The weights of the first stages are requested ahead of the wait for the kernel before.
 // With kRotates the rows of the weight are q, k and v, and the results go where rope_kv_append puts
-// them (store.cuh, rotate.cuh); with kAdds they are added to what the output holds, a residual.
+// them (store.cuh, rotate.cuh). Many tokens have a kernel of their own (pairs.cuh).
 //
 // Invariant: the order in which a result's products are added depends on K and the plan alone.
 #ifndef GPTOSS_TRT_DENSE_FP8_KERNEL_CUH_
@@ -60,18 +60,6 @@ __device__ inline void produce_tiles(const Params& p, const Memory<S>& memory,
   }
 }
 
-// One warp: the lines of a tile that results will be added to come into the second-level cache, a
-// token a lane each `turn`.
-template <typename S>
-__device__ __forceinline__ void ask_for_out(const Params& p, const Tile& tile, int turn) {
-  const int token = tile.token + threadIdx.x % 32 + 32 * turn;
-  if (turn >= S::kTokens / 32 || token >= p.tokens) return;
-  const auto* row = static_cast<const uint8_t*>(p.out) +
-                    (static_cast<int64_t>(token) * p.n + tile.row) * sizeof(uint16_t);
-  prefetch_line(row);
-  if (tile.rows > kBlock / 2) prefetch_line(row + kBlock);
-}
-
 // One warp: scales, and the bias with the last of them.
 template <typename S>
 __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) {
@@ -101,7 +89,6 @@ __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) 
         }
       }
       copies_arrive(memory.full(position.stage));
-      if constexpr (S::kAdds) ask_for_out<S>(p, tile, block - schedule.begin());
     }
   }
 }
@@ -114,6 +101,21 @@ __device__ __forceinline__ void release(const Memory<S>& memory, int stage, uint
   if (leader != 0) barrier_arrive(memory.empty(stage));
 }
 
+// sum += the bias, which lies beside a stage. Two columns a word.
+template <typename S>
+__device__ __forceinline__ void add_bias(const Lane<S>& lane, uint32_t bias, Sums<S>& sum) {
+#pragma unroll
+  for (int j = 0; j < S::kColumns / 8; ++j) {
+    const uint32_t pair = __float_as_uint(load_shared_f32(bias + (lane.column + 8 * j) * 2));
+    const float even = __uint_as_float(pair << 16);
+    const float odd = __uint_as_float(pair & 0xFFFF0000u);
+    sum[4 * j] += even;
+    sum[4 * j + 1] += odd;
+    sum[4 * j + 2] += even;
+    sum[4 * j + 3] += odd;
+  }
+}
+
 // sum = the products of a tile (and bias), stage by stage.
 template <typename S>
 __device__ __forceinline__ void multiply_tile(const Memory<S>& memory, const Lane<S>& lane,
@@ -121,11 +123,8 @@ __device__ __forceinline__ void multiply_tile(const Memory<S>& memory, const Lan
                                               Sums<S>& sum) {
   constexpr int kInstructions = kBlock / 32, kValues = S::kColumns / 2;
 #pragma unroll
-  for (int half = 0; half < S::kHalves; ++half) {
-#pragma unroll
-    for (int i = 0; i < kValues; ++i) sum[half][i] = 0.0f;
-  }
-  const uint32_t own_tokens = S::kTokens > 64 ? lane.warpgroup * 64 * S::kHalves * kBlock : 0;
+  for (int i = 0; i < kValues; ++i) sum[i] = 0.0f;
+  const uint32_t own_tokens = S::kTokens > 64 ? lane.warpgroup * 64 * kBlock : 0;
   const uint32_t own_weights = S::kTokens > 64 ? 0 : lane.warpgroup * S::kColumns * kBlock;
 #pragma unroll 1
   for (int left = blocks - 1; left >= 0; --left, position.step()) {
@@ -135,42 +134,26 @@ __device__ __forceinline__ void multiply_tile(const Memory<S>& memory, const Lan
     barrier_wait(memory.full(stage), position.parity);
     const float unit = load_shared_f32(side + S::kWeightScaleAt);
     const uint64_t weights = swizzled_rows(memory.weights(stage) + own_weights);
+    const uint64_t tokens = swizzled_rows(memory.tokens(stage) + own_tokens);
+    const uint32_t scales = side + lane.token * 4;
+    const float low = unit * load_shared_f32(scales);
+    const float high = unit * load_shared_f32(scales + 32);
+    float part[kValues];
+    wgmma_fence();
 #pragma unroll
-    for (int half = 0; half < S::kHalves; ++half) {
-      const uint64_t tokens = swizzled_rows(memory.tokens(stage) + own_tokens + half * 64 * kBlock);
-      const uint32_t scales = side + (lane.token + half * 64) * 4;
-      const float low = unit * load_shared_f32(scales);
-      const float high = unit * load_shared_f32(scales + 32);
-      float part[kValues];
-      wgmma_fence();
+    for (int i = 0; i < kInstructions; ++i) {
+      multiply<S::kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
+    }
+    wgmma_commit();
+    wgmma_wait_all();
+    wgmma_settle(part);
+    if (!finish) release(memory, stage, lane.leader);
 #pragma unroll
-      for (int i = 0; i < kInstructions; ++i) {
-        multiply<S::kColumns>(part, tokens + 2 * i, weights + 2 * i, i);
-      }
-      wgmma_commit();
-      wgmma_wait_all();
-      wgmma_settle(part);
-      if (half + 1 == S::kHalves && !finish) release(memory, stage, lane.leader);
-#pragma unroll
-      for (int i = 0; i < kValues; ++i) {
-        sum[half][i] = fmaf(part[i], i % 4 < 2 ? low : high, sum[half][i]);
-      }
+    for (int i = 0; i < kValues; ++i) {
+      sum[i] = fmaf(part[i], i % 4 < 2 ? low : high, sum[i]);
     }
     if (finish) {
-#pragma unroll
-      for (int j = 0; j < S::kColumns / 8; ++j) {
-        const uint32_t pair =
-            __float_as_uint(load_shared_f32(side + S::kBiasAt + (lane.column + 8 * j) * 2));
-        const float even = __uint_as_float(pair << 16);
-        const float odd = __uint_as_float(pair & 0xFFFF0000u);
-#pragma unroll
-        for (int half = 0; half < S::kHalves; ++half) {
-          sum[half][4 * j] += even;
-          sum[half][4 * j + 1] += odd;
-          sum[half][4 * j + 2] += even;
-          sum[half][4 * j + 3] += odd;
-        }
-      }
+      add_bias(lane, side + S::kBiasAt, sum);
       release(memory, stage, lane.leader);
     }
   }
@@ -189,11 +172,9 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
       keep_part(memory, lane, sum);
     } else if constexpr (S::kRotates) {
       multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
-      store_rotated(p, lane, tile, sum);
-    } else if constexpr (S::kAdds) {
-      multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
-      dependency_wait();
-      add_tile(p, lane, tile, sum);
+      Places places;
+      places.load(p, lane, tile);
+      store_rotated(p, lane, tile, places, sum);
     } else {
       multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       store_tile(p, lane, tile, sum);
@@ -224,14 +205,12 @@ __global__ void __launch_bounds__(kThreads, 1)
     angles.load(p, tile);
   }
   if (threadIdx.x >= kConsumerThreads) {
-    if constexpr (S::kUneven) registers_release<kProducerRegisters>();
     if (threadIdx.x == kConsumerThreads) {
       produce_tiles<S>(p, memory, x_map, weight_map);
     } else if (threadIdx.x / 32 == kConsumerWarps + 1) {
       produce_scales<S>(p, memory);
     }
   } else {
-    if constexpr (S::kUneven) registers_claim<kConsumerRegisters>();
     consume<S>(p, memory);
   }
   if constexpr (S::kSplit) {

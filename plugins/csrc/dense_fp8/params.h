@@ -9,9 +9,11 @@ namespace gptoss::dense_fp8 {
 constexpr int kBlock = 128;    // columns of K that share scales, and rows of a weight's block
 constexpr int kConsumers = 2;  // warpgroups that multiply
 constexpr int kThreads = (kConsumers + 1) * 128;
-constexpr int kMostParts = 8;    // of K, as many as a cluster has blocks
-constexpr int kSegmentStep = 8;  // segments are multiples of it: a thread stores eight columns
-constexpr int kHeadDim = 64;     // of q, k and v
+constexpr int kMostParts = 8;     // of K, as many as a cluster has blocks
+constexpr int kSegmentStep = 8;   // segments are multiples of it: a thread stores eight columns
+constexpr int kHeadDim = 64;      // of q, k and v
+constexpr int kPairBlocks = 2;    // of a cluster that multiplies pairs of tiles (pairs.cuh)
+constexpr int kPairTokens = 128;  // of each
 
 // Of a tile: the results are stored, rotated and kept (rotate.cuh), or added to what `out` holds.
 enum class End { kStore, kRotate, kAdd };
@@ -24,9 +26,11 @@ struct Params {
   int tokens;
   int n;
   int k_blocks;
-  int segments[2];  // rows; each segment begins a new tile
-  int tiles;        // of the weight
-  int token_tiles;
+  int segments[2];   // rows; each segment begins a new tile
+  int tiles;         // of the weight
+  int token_tiles;   // with pairs: of a cluster
+  int whole_pairs;   // of the first items of all clusters; the others are single tiles
+  int tail_halves;   // of the last 128 columns of K: 1 where 64 will do
   int parts;         // of K
   int tokens_first;  // neighbours in time have the same weights, else the same tokens
   int out_fp32;

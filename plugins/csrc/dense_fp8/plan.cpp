@@ -10,8 +10,8 @@ namespace gptoss::dense_fp8 {
 // lm head).
 Plan choose_plan(int tokens, int tiles, int k_blocks, int multiprocessors) {
   constexpr int kSmall = 64, kMiddle = 128, kLarge = 256;
-  constexpr int kLargeTokens = 4096;  // from which on a tile of 256 has enough neighbours
-  constexpr int kUsefulParts = 3;     // more cost in adding what they save
+  constexpr int kLargeTokens = 768;  // from which on pairs of tiles fill the card
+  constexpr int kUsefulParts = 3;    // more cost in adding what they save
   const bool few_tiles = 2 * tiles <= multiprocessors;
   if (tokens >= kLargeTokens) return {kLarge, 1};
   const int tile = tokens <= kSmall || (tokens <= kMiddle && few_tiles) ? kSmall : kMiddle;

@@ -22,92 +22,145 @@ template <typename S>
 __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
                                            const Sums<S>& sum) {
 #pragma unroll
-  for (int half = 0; half < S::kHalves; ++half) {
+  for (int row = 0; row < 2; ++row) {
+    const int token = tile.token + lane.token + row * 8;
+    const int64_t at = static_cast<int64_t>(token) * p.n + tile.row;
+    if (p.out_fp32) {
+      float* out = static_cast<float*>(p.out) + at;
 #pragma unroll
-    for (int row = 0; row < 2; ++row) {
-      const int token = tile.token + lane.token + half * 64 + row * 8;
-      const int64_t at = static_cast<int64_t>(token) * p.n + tile.row;
-      if (p.out_fp32) {
-        float* out = static_cast<float*>(p.out) + at;
-#pragma unroll
-        for (int j = 0; j < S::kColumns / 8; ++j) {
-          const int column = lane.column + 8 * j;
-          if (token < p.tokens && column < tile.rows) {
-            *reinterpret_cast<float2*>(out + column) =
-                make_float2(sum[half][4 * j + 2 * row], sum[half][4 * j + 2 * row + 1]);
-          }
-        }
-        continue;
-      }
-      auto* out = static_cast<__nv_bfloat16*>(p.out) + at;
-      const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
-#pragma unroll
-      for (int j = 0; j < S::kColumns / 8; j += 4) {
-        uint32_t words[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float* pair = sum[half] + 4 * (j + i) + 2 * row;
-          words[i] = bf16_pair(pair[0], pair[1]);
-        }
-        turn_quad(words);
-        const int column = first + 8 * j;
+      for (int j = 0; j < S::kColumns / 8; ++j) {
+        const int column = lane.column + 8 * j;
         if (token < p.tokens && column < tile.rows) {
-          *reinterpret_cast<uint4*>(out + column) =
-              make_uint4(words[0], words[1], words[2], words[3]);
+          *reinterpret_cast<float2*>(out + column) =
+              make_float2(sum[4 * j + 2 * row], sum[4 * j + 2 * row + 1]);
         }
       }
+      continue;
+    }
+    auto* out = static_cast<__nv_bfloat16*>(p.out) + at;
+    const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
+#pragma unroll
+    for (int j = 0; j < S::kColumns / 8; j += 4) {
+      uint32_t words[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float* pair = sum + 4 * (j + i) + 2 * row;
+        words[i] = bf16_pair(pair[0], pair[1]);
+      }
+      turn_quad(words);
+      const int column = first + 8 * j;
+      if (token < p.tokens && column < tile.rows) store_global_u128(out + column, words);
     }
   }
 }
 
-// Number `i` of the tokens that a thread has in a tile.
+// What a thread's results of a tile are added to: words of eight columns, 32 apart, of its two
+// rows.
 template <typename S>
-__device__ __forceinline__ int token_of(const Lane<S>& lane, const Tile& tile, int i) {
-  return tile.token + lane.token + i / 2 * 64 + i % 2 * 8;
-}
+struct Held {
+  static constexpr int kWords = S::kColumns / 32;
+  uint4 words[2][kWords];
 
-// bf16(`out` + bf16(sum)) of a whole K to `out`. All of the thread's words are asked for at once.
+  __device__ __forceinline__ static int first_column(const Lane<S>& lane) {
+    return lane.column / 8 * 8 + threadIdx.x % 4 * 8;
+  }
+
+  __device__ __forceinline__ static bool present(const Params& p, const Lane<S>& lane,
+                                                 const Tile& tile, int row, int word) {
+    return tile.token + lane.token + 8 * row < p.tokens &&
+           first_column(lane) + 32 * word < tile.rows;
+  }
+
+  __device__ __forceinline__ static uint16_t* place(const Params& p, const Lane<S>& lane,
+                                                    const Tile& tile, int row, int word) {
+    return static_cast<uint16_t*>(p.out) +
+           static_cast<int64_t>(tile.token + lane.token + 8 * row) * p.n + tile.row +
+           first_column(lane) + 32 * word;
+  }
+
+  // From shared memory, where two boxes of 64 columns lie with 128-byte swizzle.
+  __device__ __forceinline__ void take(const Lane<S>& lane, uint32_t boxes) {
+    constexpr int kBoxBytes = S::kTokens * 128;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int row = lane.token + 8 * i;
+#pragma unroll
+      for (int j = 0; j < kWords; ++j) {
+        const int piece = j % 2 * 4 + threadIdx.x % 4;
+        words[i][j] =
+            load_shared_u128(boxes + j / 2 * kBoxBytes + row * 128 + 16 * (piece ^ row % 8));
+      }
+    }
+  }
+};
+
+// bf16(`out` + bf16(sum)) of a whole K to `out`.
 template <typename S>
 __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
-                                         const Sums<S>& sum) {
-  constexpr int kRows = 2 * S::kHalves, kWords = S::kColumns / 32;
-  const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
-  const auto place = [&](int row, int word) {
-    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) +
-                                    static_cast<int64_t>(token_of(lane, tile, row)) * p.n +
-                                    tile.row + first + 32 * word);
-  };
-  const auto present = [&](int row, int word) {
-    return token_of(lane, tile, row) < p.tokens && first + 32 * word < tile.rows;
-  };
-  uint4 held[kRows][kWords];
+                                         const Held<S>& held, const Sums<S>& sum) {
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int j = 0; j < kWords; ++j) {
-      held[i][j] = present(i, j) ? *place(i, j) : make_uint4(0, 0, 0, 0);
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
-#pragma unroll
-    for (int j = 0; j < kWords; ++j) {
+    for (int j = 0; j < Held<S>::kWords; ++j) {
       uint32_t words[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
-        const float* pair = sum[i / 2] + 4 * (4 * j + k) + 2 * (i % 2);
+        const float* pair = sum + 4 * (4 * j + k) + 2 * i;
         words[k] = bf16_pair(pair[0], pair[1]);
       }
       turn_quad(words);
       float total[8], own[8];
-      widen(held[i][j], total);
+      widen(held.words[i][j], total);
       widen(make_uint4(words[0], words[1], words[2], words[3]), own);
 #pragma unroll
       for (int k = 0; k < 8; ++k) total[k] += own[k];
-      if (present(i, j)) *place(i, j) = narrow(total);
+      const uint4 sums = narrow(total);
+      if (held.present(p, lane, tile, i, j)) {
+        store_global_u128(held.place(p, lane, tile, i, j), {sums.x, sums.y, sums.z, sums.w});
+      }
     }
   }
 }
+
+// Of a thread's two tokens: where they stand, where they are kept, and what they are turned by.
+struct Places {
+  int slots[2];
+  float2 cos[2][4], sin[2][4];
+
+  // All under one latency, then all angles under another.
+  template <typename S>
+  __device__ __forceinline__ void load(const Params& p, const Lane<S>& lane, const Tile& tile) {
+    int positions[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = min(tile.token + lane.token + 8 * i, p.tokens - 1);
+      positions[i] = __ldg(p.positions + token);
+      slots[i] = __ldg(p.slots + token);
+    }
+    load_turns(p, positions);
+  }
+
+  // Positions and slots from `side`, the words beside a tile's last stage.
+  template <typename S>
+  __device__ __forceinline__ void take(const Params& p, const Lane<S>& lane, uint32_t side) {
+    int positions[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const uint32_t at = side + (lane.token + 8 * i) * 4;
+      positions[i] = load_shared_s32(at + S::kPositionsAt);
+      slots[i] = load_shared_s32(at + S::kSlotsAt);
+    }
+    load_turns(p, positions);
+  }
+
+ private:
+  __device__ __forceinline__ void load_turns(const Params& p, const int (&positions)[2]) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      load_angles(p, positions[i], threadIdx.x % 4 * 2, cos[i], sin[i]);
+    }
+  }
+};
 
 // The ends of heads that are turned (q, k) or kept in the cache (k, v): a head's halves of a token
 // are in one thread. Three copies without branches: one with a branch for each pair of columns took
@@ -115,48 +168,35 @@ __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, c
 template <typename S, bool kTurned, bool kKept>
 __device__ __forceinline__ void store_heads(const Params& p, const Destination& to,
                                             const Lane<S>& lane, const Tile& tile,
-                                            const Sums<S>& sum) {
-  constexpr int kRows = 2 * S::kHalves, kHeads = S::kColumns / kHeadDim;
-  const int column = threadIdx.x % 4 * 2;  // of a head's half, and 8i further
-  float2 cos[4], sin[4];
-  int positions[kRows], slots[kRows];
+                                            const Places& places, const Sums<S>& sum) {
+  constexpr int kHeads = S::kColumns / kHeadDim;
 #pragma unroll
-  for (int i = 0; i < kRows; ++i) {  // one latency for all
-    const int token = min(token_of(lane, tile, i), p.tokens - 1);
-    if (kTurned) positions[i] = __ldg(p.positions + token);
-    slots[i] = kKept ? __ldg(p.slots + token) : 0;
-  }
-  if (kTurned) load_angles(p, positions[0], column, cos, sin);
-#pragma unroll
-  for (int i = 0; i < kRows; ++i) {
+  for (int i = 0; i < 2; ++i) {
     uint32_t first[kHeads][4], second[kHeads][4];
 #pragma unroll
     for (int head = 0; head < kHeads; ++head) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        const float* low = sum[i / 2] + 4 * (8 * head + j) + 2 * (i % 2);
+        const float* low = sum + 4 * (8 * head + j) + 2 * i;
         const float* high = low + 4 * 4;
         first[head][j] = bf16_pair(low[0], low[1]);
         second[head][j] = bf16_pair(high[0], high[1]);
-        if (kTurned) turn(cos[j], sin[j], first[head][j], second[head][j]);
+        if (kTurned) turn(places.cos[i][j], places.sin[i][j], first[head][j], second[head][j]);
       }
     }
-    if (kTurned && i + 1 < kRows) load_angles(p, positions[i + 1], column, cos, sin);
-    const int token = token_of(lane, tile, i);
-    const bool present = token < p.tokens && slots[i] >= 0;
+    const int token = tile.token + lane.token + 8 * i;
+    const bool present = token < p.tokens && (!kKept || places.slots[i] >= 0);
     // Of the tile's first head in this thread; heads of one KV block lie block_tokens rows apart.
     const int inside = lane.column / kHeadDim * kHeadDim;
-    uint16_t* at = to.row<kKept>(p, token, slots[i], inside) + threadIdx.x % 4 * 8;
+    uint16_t* at = to.row<kKept>(p, token, places.slots[i], inside) + threadIdx.x % 4 * 8;
     const int64_t next = kKept ? kHeadDim << p.block_shift : kHeadDim;
 #pragma unroll
     for (int head = 0; head < kHeads; ++head, at += next) {
       turn_quad(first[head]);
       turn_quad(second[head]);
       if (present && inside + head * kHeadDim < tile.rows) {
-        *reinterpret_cast<uint4*>(at) =
-            make_uint4(first[head][0], first[head][1], first[head][2], first[head][3]);
-        *reinterpret_cast<uint4*>(at + kHeadDim / 2) =
-            make_uint4(second[head][0], second[head][1], second[head][2], second[head][3]);
+        store_global_u128(at, first[head]);
+        store_global_u128(at + kHeadDim / 2, second[head]);
       }
     }
   }
@@ -164,14 +204,15 @@ __device__ __forceinline__ void store_heads(const Params& p, const Destination& 
 
 template <typename S>
 __device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& lane,
-                                              const Tile& tile, const Sums<S>& sum) {
+                                              const Tile& tile, const Places& places,
+                                              const Sums<S>& sum) {
   const Destination to(p, tile.block, tile.row);
   if (!to.kept()) {
-    store_heads<S, true, false>(p, to, lane, tile, sum);
+    store_heads<S, true, false>(p, to, lane, tile, places, sum);
   } else if (to.turned()) {
-    store_heads<S, true, true>(p, to, lane, tile, sum);
+    store_heads<S, true, true>(p, to, lane, tile, places, sum);
   } else {
-    store_heads<S, false, true>(p, to, lane, tile, sum);
+    store_heads<S, false, true>(p, to, lane, tile, places, sum);
   }
 }
 
@@ -181,16 +222,13 @@ __device__ __forceinline__ void keep_part(const Memory<S>& memory, const Lane<S>
                                           const Sums<S>& sum) {
   named_barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies any more
 #pragma unroll
-  for (int half = 0; half < S::kHalves; ++half) {
-#pragma unroll
-    for (int i = 0; i < S::kColumns / 2; i += 2) {
-      const int token = lane.token + half * 64 + i % 4 / 2 * 8;
-      const int column = lane.column + i / 4 * 8;
-      asm volatile(
-          "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(memory.base + (token * kPartPitch + column) * 4),
-          "f"(sum[half][i]), "f"(sum[half][i + 1])
-          : "memory");
-    }
+  for (int i = 0; i < S::kColumns / 2; i += 2) {
+    const int token = lane.token + i % 4 / 2 * 8;
+    const int column = lane.column + i / 4 * 8;
+    asm volatile(
+        "st.shared.v2.f32 [%0], {%1, %2};" ::"r"(memory.base + (token * kPartPitch + column) * 4),
+        "f"(sum[i]), "f"(sum[i + 1])
+        : "memory");
   }
 }
 

@@ -16,28 +16,32 @@ constexpr int kConsumerThreads = kConsumers * 128;
 constexpr int kConsumerWarps = kConsumerThreads / 32;
 constexpr int kConsumerBarrier = 1;  // named barrier of the consumers
 constexpr int kSwizzleAlignment = 1024;
+constexpr int kWeightBytes = kBlock * kBlock;  // of a tile and stage
 constexpr int kPartPitch = kBlock + 8;  // floats of a token's sums: rows begin in other banks
 
-// A launch of kThreads gets 168 registers a thread: 256 x 224 + 128 x 56 are as many.
+// Of pairs. A launch of kThreads gets 168 registers a thread: 256 x 224 + 128 x 56 are as many.
 constexpr int kConsumerRegisters = 224;
 constexpr int kProducerRegisters = 56;
 
-// kTokens: of a tile. kSplit: a cluster's blocks have parts of K. kRotates, kAdds: the tile's end.
-template <int kTileTokens, int kRingStages, bool kParts, End kEnd>
+// kTokens: of a tile. kSplit: a cluster's blocks have parts of K. kPairs: a block multiplies two
+// tiles, which a cluster's blocks share (pairs.cuh). kRotates, kAdds: the tile's end.
+template <int kTileTokens, int kRingStages, bool kParts, End kEnd, bool kTwoTiles = false>
 struct Shape {
   static constexpr int kTokens = kTileTokens, kStages = kRingStages;
-  static constexpr bool kSplit = kParts;
+  static constexpr bool kSplit = kParts, kPairs = kTwoTiles;
+  static constexpr int kTiles = kPairs ? 2 : 1;
   static constexpr bool kRotates = kEnd == End::kRotate, kAdds = kEnd == End::kAdd;
-  // Of a warpgroup: rows of 64 tokens and columns of each.
-  static constexpr int kHalves = kTokens == 256 ? 2 : 1;
+  // Of a warpgroup, which has 64 tokens.
   static constexpr int kColumns = kTokens == 64 ? kBlock / kConsumers : kBlock;
-  static constexpr bool kUneven = kTokens == 256;  // consumers need more registers than producers
-  // Of a stage: tokens, weights; and beside the ring scales of tokens, scale of weights, bias.
+  // Of a stage: tokens, weights; and beside the ring scales of tokens and tiles, bias, and where
+  // rows of pairs are rotated positions and slots of the tokens.
   static constexpr int kTokenBytes = kTokens * kBlock;
-  static constexpr int kStageBytes = kTokenBytes + kBlock * kBlock;
+  static constexpr int kStageBytes = kTokenBytes + kTiles * kWeightBytes;
   static constexpr int kWeightScaleAt = kTokens * 4;
   static constexpr int kBiasAt = kWeightScaleAt + 16;
-  static constexpr int kSideBytes = kBiasAt + kBlock * 2;
+  static constexpr int kPositionsAt = kBiasAt + kTiles * kBlock * 2;
+  static constexpr int kSlotsAt = kPositionsAt + kTokens * 4;
+  static constexpr int kSideBytes = kPairs && kRotates ? kSlotsAt + kTokens * 4 : kPositionsAt;
   static constexpr int kSideAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kSideAt + kStages * kSideBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * 8 * kStages + kSwizzleAlignment;
@@ -50,7 +54,9 @@ struct Memory {
   uint32_t base;
 
   __device__ uint32_t tokens(int stage) const { return base + stage * S::kStageBytes; }
-  __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
+  __device__ uint32_t weights(int stage, int tile = 0) const {
+    return tokens(stage) + S::kTokenBytes + tile * kWeightBytes;
+  }
   __device__ uint32_t side(int stage) const { return base + S::kSideAt + stage * S::kSideBytes; }
   __device__ uint32_t full(int stage) const { return base + S::kBarriersAt + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
@@ -76,6 +82,23 @@ struct Tile {
   int rows;   // of the block, at most kBlock
 };
 
+__device__ __forceinline__ Tile tile_of(const Params& p, int block, int token) {
+  const int blocks_0 = (p.segments[0] + kBlock - 1) / kBlock;
+  const int blocks_1 = (p.segments[1] + kBlock - 1) / kBlock;
+  Tile tile{token, block, block * kBlock, 0};
+  int end = p.segments[0];
+  if (block >= blocks_0) {
+    tile.row = end + (block - blocks_0) * kBlock;
+    end += p.segments[1];
+  }
+  if (block >= blocks_0 + blocks_1) {
+    tile.row = end + (block - blocks_0 - blocks_1) * kBlock;
+    end = p.n;
+  }
+  tile.rows = min(end - tile.row, kBlock);
+  return tile;
+}
+
 // The tiles of a block of threads, one after another, and its part of K.
 template <typename S>
 class Schedule {
@@ -95,26 +118,11 @@ class Schedule {
   __device__ __forceinline__ int end() const { return end_; }
 
   __device__ __forceinline__ Tile tile() const {
-    Tile tile;
     const int fast = p_.tokens_first ? p_.token_tiles : p_.tiles;
     const int slow = at_ / fast;
     const int inner = at_ - slow * fast;
-    tile.token = (p_.tokens_first ? inner : slow) * S::kTokens;
-    tile.block = p_.tokens_first ? slow : inner;
-    const int blocks_0 = (p_.segments[0] + kBlock - 1) / kBlock;
-    const int blocks_1 = (p_.segments[1] + kBlock - 1) / kBlock;
-    int end = p_.segments[0];
-    tile.row = tile.block * kBlock;
-    if (tile.block >= blocks_0) {
-      tile.row = end + (tile.block - blocks_0) * kBlock;
-      end += p_.segments[1];
-    }
-    if (tile.block >= blocks_0 + blocks_1) {
-      tile.row = end + (tile.block - blocks_0 - blocks_1) * kBlock;
-      end = p_.n;
-    }
-    tile.rows = min(end - tile.row, kBlock);
-    return tile;
+    return tile_of(p_, p_.tokens_first ? slow : inner,
+                   (p_.tokens_first ? inner : slow) * S::kTokens);
   }
 
  private:
@@ -123,10 +131,10 @@ class Schedule {
 };
 
 template <typename S>
-using Sums = float[S::kHalves][S::kColumns / 2];
+using Sums = float[S::kColumns / 2];
 
-// Where a consumer thread's values lie in a tile: rows `token` + 64 half and 8 further, columns
-// `column` + 8j and the next.
+// Where a consumer thread's values lie in a tile: rows `token` and 8 further, columns `column` + 8j
+// and the next.
 template <typename S>
 struct Lane {
   int warpgroup, token, column;
@@ -136,7 +144,7 @@ struct Lane {
     const int thread = threadIdx.x % 128;
     warpgroup = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 128, 0);
     token = thread / 32 * 16 + thread % 32 / 4;
-    if constexpr (S::kTokens > 64) token += warpgroup * 64 * S::kHalves;
+    if constexpr (S::kTokens > 64) token += warpgroup * 64;
     column = thread % 4 * 2;
     if constexpr (S::kTokens == 64) column += warpgroup * S::kColumns;
     leader = thread % 32 == 0;

@@ -32,8 +32,11 @@
 
 namespace gptoss::moe {
 
+using dense_fp8::fragment_place;
+using dense_fp8::load_fragments;
 using dense_fp8::multiply;
 using dense_fp8::swizzled_rows;
+using dense_fp8::TokenFragments;
 
 // ---- consumers ------------------------------------------------------------------------------
 
@@ -64,21 +67,6 @@ __device__ __forceinline__ TileScales load_scales(const TileMemory<S>& memory, c
   if constexpr (!S::kGate) return {tile * kStaticScale, tile * kStaticScale};
   const uint32_t at = memory.scales(stage) + (work.chunk(block) * kChunkRows + lane.row) * 4;
   return {tile * load_shared_f32(at), tile * load_shared_f32(at + 32)};
-}
-
-// What ldmatrix reads of a chunk: lane 8i + r gives the address of row r of rows 0 to 7, 8 to 15,
-// and the same of the next 16 columns.
-__device__ __forceinline__ uint32_t fragment_place() {
-  const int lane = threadIdx.x % 32, row = threadIdx.x % 128 / 32 * 16 + lane % 16;
-  return row * kRecordColumns + 16 * (lane / 16 ^ lane % 8);
-}
-
-using TokenFragments = uint32_t[kRecordColumns / 32][4];
-
-__device__ __forceinline__ void load_fragments(uint32_t place, TokenFragments& a) {
-#pragma unroll
-  for (int i = 0; i < kRecordColumns / 32; ++i) load_matrices(place ^ (32 * i), a[i]);
-  wgmma_operands_ready(a);
 }
 
 // sum = the products of an item, record by record. What the next instructions need is read while

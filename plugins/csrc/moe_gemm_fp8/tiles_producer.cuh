@@ -16,6 +16,7 @@
 namespace gptoss::moe {
 
 using dense_fp8::copy_box;
+using dense_fp8::copy_box_to_all;
 
 constexpr int kTileConsumerWarps = kTileConsumers * 4;
 constexpr int kTileSwizzle = 1024;
@@ -140,17 +141,7 @@ struct RingPlace {
 
 // ---- producers ------------------------------------------------------------------------------
 
-// copy_box to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
-__device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorMap& map, int column,
-                                                int row, uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes"
-      ".multicast::cluster [%0], [%1, {%2, %3}], [%4], %5;" ::"r"(target),
-      "l"(&map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-      : "memory");
-}
-
-// The same of bulk_copy.
+// bulk_copy to the blocks of the cluster in `blocks` (a bit each), at the same places of each.
 __device__ __forceinline__ void bulk_copy_to_all(uint32_t target, const void* source,
                                                  uint32_t bytes, uint32_t barrier,
                                                  uint16_t blocks) {
