@@ -82,8 +82,10 @@ def attention_quantised() -> None:
 
 
 def attention_lasting() -> None:
-    """Blocks of prefill that take tile after tile, and strips of more than a page."""
-    Paged.make([450], [450], 0).cuda().quantised(True, options(1))
+    """Blocks of prefill that take tile after tile, with scores that outgrow their base, and strips of more than a page."""
+    case = Paged.make([450], [450], 0)
+    case.k[:, :, ::5] *= 100
+    case.cuda().quantised(True, options(1))
     case = Paged.make([1100], [1100], 128).cuda()
     for plan in PREFILL_PLANS[128][2:]:
         case.quantised(True, options(plan))
