@@ -82,7 +82,7 @@ def attention_quantised() -> None:
 
 
 def attention_lasting() -> None:
-    """Blocks of prefill that take tile after tile, with scores that outgrow their base, and strips of more than a page."""
+    """Blocks of prefill that take tile after tile, whose scores outgrow their base, and strips of more than a page."""
     case = Paged.make([450], [450], 0)
     case.k[:, :, ::5] *= 100
     case.cuda().quantised(True, options(1))
