@@ -29,9 +29,9 @@ class CacheShape:
 
     @property
     def least_window_blocks(self) -> int:
-        """Window blocks that max_batch sequences hold while a step of step_tokens is computed."""
+        """Window blocks that max_batch sequences hold while a step of step_tokens is computed and the next planned."""
         per_sequence = -(-(self.window_tokens - 1) // self.block_tokens) + 1
-        return self.max_batch * (per_sequence + 1) + -(-self.step_tokens // self.block_tokens)
+        return self.max_batch * (per_sequence + 1) + 2 * -(-self.step_tokens // self.block_tokens)
 
     def bytes_for(self, full_blocks: int) -> int:
         """Memory of both pools when the full one has `full_blocks` blocks."""

@@ -15,11 +15,11 @@ SHAPE = CacheShape(
 
 
 @pytest.mark.parametrize("keeps_prefixes", [True, False])
-@pytest.mark.parametrize("kv_bytes", [25_000, 123_456, 1_000_000])
+@pytest.mark.parametrize("kv_bytes", [30_000, 123_456, 1_000_000])
 def test_pools_take_the_memory_and_no_more(kv_bytes: int, keeps_prefixes: bool) -> None:
     shape = dataclasses.replace(SHAPE, keeps_prefixes=keeps_prefixes)
     full, window = shape.pool_sizes(kv_bytes)
-    assert window == 4 * 4 + 8 + (full // CACHED_WINDOW_SHARE if keeps_prefixes else 0)
+    assert window == 4 * 4 + 2 * 8 + (full // CACHED_WINDOW_SHARE if keeps_prefixes else 0)
     assert shape.bytes_for(full) == 1000 * full + 700 * window <= kv_bytes < shape.bytes_for(full + 2)
 
 

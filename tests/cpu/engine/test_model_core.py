@@ -119,7 +119,7 @@ def alone(prompt: tuple[int, ...], **fields: Any) -> list[int]:
     return bench.ids["r", 0]
 
 
-@pytest.mark.parametrize("kv_bytes", [20_000, 2_600])
+@pytest.mark.parametrize("kv_bytes", [20_000, 2_800])
 def test_greedy_tokens_are_the_same_alone_and_among_others(kv_bytes: int) -> None:
     bench = Bench(kv_bytes=kv_bytes)
     for name, prompt in prompts(24).items():
@@ -242,7 +242,7 @@ def test_limits_come_from_context_and_cache() -> None:
     bench.run()
     end = bench.ends["context"]
     assert isinstance(end, Error) and all(number in end.message for number in ("150", "51", "201", "200"))
-    small = Bench(kv_bytes=2_600)
+    small = Bench(kv_bytes=2_800)
     small.submit("cache", (1,) * 150, max_tokens=40)
     small.run()
     end = small.ends["cache"]
