@@ -120,7 +120,11 @@ share_of_bound is the least time that an H200 could take (runtime/bench/bound.py
     "--decode", "decode_cells", callback=_read_decode_cells, multiple=True, help="CONTEXT:BATCHES, as 1024:1,8."
 )
 @click.option("--prefill", "prefill_cells", callback=read_counts, help="Prompt lengths, as 1024,4096.")
-@click.option("--steps", type=click.IntRange(1), help="Decode steps a cell, instead of 100 (--quick: 20).")
+@click.option(
+    "--steps",
+    type=click.IntRange(1),
+    help="Decode steps a cell, instead of 100 (--quick: 20); of one sequence at a client 4 times as many.",
+)
 @click.option("--quick", is_flag=True, help="Fewer steps and repetitions.")
 @click.option("--block-tokens", type=click.IntRange(1, 64), default=64, help="Tokens of a KV block.")
 @click.option("--run-ahead/--serial", default=True, help="Launch steps before the last one's tokens are known.")
