@@ -265,7 +265,7 @@ GPTOSS_TRT_API gptoss_trt_status gptoss_trt_dense_few(const gptoss_trt_dense_few
 /* ---- dense_fp8: FP8 128x128 products of any number of tokens, on tensor cores ---------------- */
 
 /* out = bf16(out + the product rounded to bf16): out is a residual in bf16. With parts 0 or 1 and
- * tile_tokens 0, 128 or 256, all of which take the largest tiles. */
+ * tiles of 128 or 256 tokens. */
 #define GPTOSS_TRT_DENSE_ADDS 2u
 
 typedef struct gptoss_trt_dense_fp8_args {

@@ -22,7 +22,7 @@ constexpr int blocks_of(int rows) { return (rows + kBlock - 1) / kBlock; }
 
 bool is_adding(const Args& args) { return (args.flags & GPTOSS_TRT_DENSE_ADDS) != 0; }
 
-// To a residual in bf16, by the largest tiles, which keep K whole.
+// To a residual in bf16, by tiles that keep K whole.
 gptoss_trt_status check_addition(const Args& args) {
   if (args.k_cache != nullptr) {
     return fail(GPTOSS_TRT_INVALID_ARGUMENT, "dense_fp8: results are added and rotated");
@@ -126,7 +126,7 @@ Plan plan_of(const Args& args, const Params& p, int multiprocessors) {
   Plan plan = choose_plan(p.tokens, p.tiles, p.k_blocks, multiprocessors);
   if (args.tile_tokens != 0) plan = {args.tile_tokens, 1};
   if (args.parts != 0 && plan.tile_tokens != kMostTile) plan.parts = args.parts;
-  if (is_adding(args)) plan = {kMostTile, 1};  // whatever tiles are asked for
+  if (is_adding(args)) plan = {std::max(plan.tile_tokens, 2 * kLeastTile), 1};
   return plan;
 }
 

@@ -7,7 +7,8 @@
 // The blocks of a cluster have parts of K and add their sums through each other's shared memory
 // (kSplit). The weights of the first stages are requested ahead of the wait for the kernel before.
 // With kRotates the rows of the weight are q, k and v, and the results go where rope_kv_append puts
-// them (store.cuh, rotate.cuh). Many tokens have a kernel of their own (pairs.cuh).
+// them (store.cuh, rotate.cuh); with kAdds they are added to what the output holds, a residual.
+// Many tokens have a kernel of their own (pairs.cuh).
 //
 // Invariant: the order in which a result's products are added depends on K and the plan alone.
 #ifndef GPTOSS_TRT_DENSE_FP8_KERNEL_CUH_
@@ -60,6 +61,18 @@ __device__ inline void produce_tiles(const Params& p, const Memory<S>& memory,
   }
 }
 
+// One warp: the lines of a tile that results will be added to come into the second-level cache, a
+// token a lane each `turn`.
+template <typename S>
+__device__ __forceinline__ void ask_for_out(const Params& p, const Tile& tile, int turn) {
+  const int token = tile.token + threadIdx.x % 32 + 32 * turn;
+  if (turn >= S::kTokens / 32 || token >= p.tokens) return;
+  const auto* row = static_cast<const uint8_t*>(p.out) +
+                    (static_cast<int64_t>(token) * p.n + tile.row) * sizeof(uint16_t);
+  prefetch_line(row);
+  if (tile.rows > kBlock / 2) prefetch_line(row + kBlock);
+}
+
 // One warp: scales, and the bias with the last of them.
 template <typename S>
 __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) {
@@ -89,6 +102,7 @@ __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) 
         }
       }
       copies_arrive(memory.full(position.stage));
+      if constexpr (S::kAdds) ask_for_out<S>(p, tile, block - schedule.begin());
     }
   }
 }
@@ -175,6 +189,10 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
       Places places;
       places.load(p, lane, tile);
       store_rotated(p, lane, tile, places, sum);
+    } else if constexpr (S::kAdds) {
+      multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
+      dependency_wait();
+      add_tile(p, lane, tile, 0, sum);
     } else {
       multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       store_tile(p, lane, tile, sum);

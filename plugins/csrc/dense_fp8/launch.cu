@@ -135,12 +135,19 @@ cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& t
   }
 }
 
+// Many tokens only.
+cudaError_t launch_adding(int tile_tokens, const Params& params, const Tensors& tensors,
+                          const LaunchOptions& options) {
+  return tile_tokens == 256 ? launch_pairs<End::kAdd>(params, tensors, options)
+                            : launch<Shape<128, 6, false, End::kAdd>>(params, tensors, options);
+}
+
 }  // namespace
 
 cudaError_t launch_dense_fp8(const Plan& plan, Params params, const Tensors& tensors,
                              const LaunchOptions& options) {
   params.parts = plan.parts;
-  if (options.adds) return launch_pairs<End::kAdd>(params, tensors, options);
+  if (options.adds) return launch_adding(plan.tile_tokens, params, tensors, options);
   return params.k_cache != nullptr
              ? launch_shape<End::kRotate>(plan.tile_tokens, params, tensors, options)
              : launch_shape<End::kStore>(plan.tile_tokens, params, tensors, options);

@@ -323,10 +323,8 @@ __device__ __forceinline__ void consume_pair(const Params& p, const Memory<S>& m
     if constexpr (S::kRotates) {
       store_rotated(p, lane, at, places, sums[tile]);
     } else if constexpr (S::kAdds) {
-      Held<S> held_words;
       barrier_wait(memory.full(position.stage), position.parity);
-      held_words.take(lane, memory.tokens(position.stage));
-      add_tile(p, lane, at, held_words, sums[tile]);
+      add_tile(p, lane, at, memory.tokens(position.stage), sums[tile]);
       // Not ahead of the additions: an arrival in the cluster overtakes loads that are under way.
       release_pair(memory, position.stage, lane.leader);
       position.step();

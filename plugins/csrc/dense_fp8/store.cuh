@@ -54,54 +54,45 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane,
   }
 }
 
-// What a thread's results of a tile are added to: words of eight columns, 32 apart, of its two
-// rows.
-template <typename S>
-struct Held {
-  static constexpr int kWords = S::kColumns / 32;
-  uint4 words[2][kWords];
-
-  __device__ __forceinline__ static int first_column(const Lane<S>& lane) {
-    return lane.column / 8 * 8 + threadIdx.x % 4 * 8;
-  }
-
-  __device__ __forceinline__ static bool present(const Params& p, const Lane<S>& lane,
-                                                 const Tile& tile, int row, int word) {
-    return tile.token + lane.token + 8 * row < p.tokens &&
-           first_column(lane) + 32 * word < tile.rows;
-  }
-
-  __device__ __forceinline__ static uint16_t* place(const Params& p, const Lane<S>& lane,
-                                                    const Tile& tile, int row, int word) {
-    return static_cast<uint16_t*>(p.out) +
-           static_cast<int64_t>(tile.token + lane.token + 8 * row) * p.n + tile.row +
-           first_column(lane) + 32 * word;
-  }
-
-  // From shared memory, where two boxes of 64 columns lie with 128-byte swizzle.
-  __device__ __forceinline__ void take(const Lane<S>& lane, uint32_t boxes) {
-    constexpr int kBoxBytes = S::kTokens * 128;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int row = lane.token + 8 * i;
-#pragma unroll
-      for (int j = 0; j < kWords; ++j) {
-        const int piece = j % 2 * 4 + threadIdx.x % 4;
-        words[i][j] =
-            load_shared_u128(boxes + j / 2 * kBoxBytes + row * 128 + 16 * (piece ^ row % 8));
-      }
-    }
-  }
-};
-
-// bf16(`out` + bf16(sum)) of a whole K to `out`.
+// bf16(`out` + bf16(sum)) of a whole K to `out`. All of the thread's words are asked for at once;
+// of pairs they lie at `boxes` in shared memory, two boxes of 64 columns with 128-byte swizzle.
 template <typename S>
 __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
-                                         const Held<S>& held, const Sums<S>& sum) {
+                                         uint32_t boxes, const Sums<S>& sum) {
+  constexpr int kWords = S::kColumns / 32, kBoxColumnBytes = 128;
+  const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
+  const auto place = [&](int row, int word) {
+    return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) +
+                                    static_cast<int64_t>(tile.token + lane.token + 8 * row) * p.n +
+                                    tile.row + first + 32 * word);
+  };
+  const auto present = [&](int row, int word) {
+    return tile.token + lane.token + 8 * row < p.tokens && first + 32 * word < tile.rows;
+  };
+  uint4 held[2][kWords];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
-    for (int j = 0; j < Held<S>::kWords; ++j) {
+    for (int j = 0; j < kWords; ++j) {
+      if constexpr (S::kPairs) {
+        const int row = lane.token + 8 * i, piece = j % 2 * 4 + threadIdx.x % 4;
+        const uint32_t box = boxes + j / 2 * S::kTokens * kBoxColumnBytes;
+        held[i][j] = load_shared_u128(box + row * kBoxColumnBytes + 16 * (piece ^ row % 8));
+      } else {
+        // Where nothing is to be added, what lies nearest: with conditions on them the compiler
+        // puts some loads behind stores.
+        const int token = min(tile.token + lane.token + 8 * i, p.tokens - 1);
+        const int column = min(first + 32 * j, tile.rows - kSegmentStep);
+        held[i][j] =
+            *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.out) +
+                                            static_cast<int64_t>(token) * p.n + tile.row + column);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWords; ++j) {
       uint32_t words[4];
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
@@ -110,14 +101,12 @@ __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, c
       }
       turn_quad(words);
       float total[8], own[8];
-      widen(held.words[i][j], total);
+      widen(held[i][j], total);
       widen(make_uint4(words[0], words[1], words[2], words[3]), own);
 #pragma unroll
       for (int k = 0; k < 8; ++k) total[k] += own[k];
       const uint4 sums = narrow(total);
-      if (held.present(p, lane, tile, i, j)) {
-        store_global_u128(held.place(p, lane, tile, i, j), {sums.x, sums.y, sums.z, sums.w});
-      }
+      if (present(i, j)) store_global_u128(place(i, j), {sums.x, sums.y, sums.z, sums.w});
     }
   }
 }
