@@ -26,6 +26,7 @@ class ParentWatch:
 
     When `parent` is not this process's parent (any more), this process gets SIGTERM and `grace_s` later SIGKILL; with
     a grace of 0, SIGKILL at once. Raises OSError (FileNotFoundError without a Python) when the watch cannot be started.
+    Where /proc is missing or of another PID namespace, it says on stderr that it does not watch.
     """
 
     def __init__(self, parent: int, grace_s: float = 0.0) -> None:

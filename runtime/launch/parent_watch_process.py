@@ -1,7 +1,8 @@
 """The watch of `ParentWatch`: `python parent_watch_process.py WATCHED PARENT GRACE_S`, a child of WATCHED.
 
 Invariant: it signals WATCHED alone, while that is its own parent, and only after PARENT has stopped being WATCHED's
-parent; it ends when WATCHED does. Runs without site packages: imports light modules of the standard library only.
+parent; it ends when WATCHED does, and at once where /proc is not that of WATCHED's namespace. Runs without site
+packages: imports light modules of the standard library only.
 """
 
 from __future__ import annotations
@@ -17,6 +18,18 @@ PERIOD_S = 0.25
 STAT_BYTES = 1024
 
 
+def has_own_proc() -> bool:
+    """Whether /proc is there and numbers processes as this one's namespace does: elsewhere a number is somebody else's,
+    whose parent says nothing."""
+    try:
+        stat = os.open("/proc/self/stat", os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    number = os.pread(stat, STAT_BYTES, 0).split(None, 1)[0]
+    os.close(stat)
+    return int(number) == os.getpid()
+
+
 def parent_of(stat: int) -> int:
     """The parent's process id from an open /proc/PID/stat, 0 when that process has gone."""
     try:
@@ -30,6 +43,9 @@ def main(watched: int, parent: int, grace_s: float) -> None:
     """Returns when process `watched` has ended, by itself or by a signal from here."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # sent to the whole group: what it watches may drain
+    if not has_own_proc():
+        sys.stderr.write(f"WARNING parent_watch: /proc is not that of process {watched}: nobody watches its parent\n")
+        return
     try:
         stat = os.open(f"/proc/{watched}/stat", os.O_RDONLY)
     except FileNotFoundError:

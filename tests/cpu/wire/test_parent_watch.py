@@ -192,6 +192,20 @@ def test_nobody_else_is_signalled(watched: str) -> None:
         other.wait()
 
 
+@pytest.mark.parametrize("proc", ["of the namespace outside", "none"])
+def test_without_a_proc_of_its_own_nobody_is_signalled(proc: str) -> None:
+    """Processes in a namespace of their own, whose numbers are others' in the /proc that they see."""
+    alone = ["unshare", "--user", "--map-root-user", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c"]
+    if subprocess.run([*alone, "true"], capture_output=True, check=False).returncode:
+        pytest.skip("no namespaces may be made here")
+    hidden = "mount -t tmpfs none /proc && " if proc == "none" else ""
+    imports = "import os, time; from gptoss_trt.runtime.launch.parent_watch import ParentWatch"
+    code = f"{imports}; watch = ParentWatch(os.getppid()); watch._process.wait(10); time.sleep(0.2); print('lives')"
+    command = [*alone, f'{hidden}"$0" -c "$1"; echo ended', sys.executable, code]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ran.stdout.split() == ["lives", "ended"] and "nobody watches" in ran.stderr
+
+
 def test_a_parent_that_died_before() -> None:
     """Between a fork and the watch: the number given is not the parent's any more."""
     imports = "import time; from gptoss_trt.runtime.launch.parent_watch import ParentWatch"
