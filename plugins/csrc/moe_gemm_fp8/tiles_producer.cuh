@@ -66,6 +66,9 @@ struct TileShape {
   static constexpr int kClusterTiles = kPairs ? kTiles : kShare;
   static constexpr int kChunks = kPairs ? kTileConsumers : kBlockChunks;
   static constexpr int kClusterChunks = kPairs ? kShare * kChunks : kChunks;
+  // A last chunk alone gets one of the block before: expansion costs a block of one chunk as much
+  // as one of three. (GATE_UP's scales lie by whole blocks.)
+  static constexpr bool kEvens = kExpand && !kGate;
   static constexpr int kBoxes = kPairs ? 1 : kShare;  // copies of a chunk
   static constexpr int kTokenBytes = kChunks * kChunkBytes;
   // A stage: tokens, tiles and their scales, scales of tokens. Where tiles are expanded, the scales

@@ -81,13 +81,19 @@ __device__ __forceinline__ TileItem make_item(const Params& p, const TileTables&
   const int inside = index - tables.blocks_before[expert] * groups;
   const int group = inside / blocks, block = inside - group * blocks;
   const int all = tile_chunks(tables.rows(expert));
-  const int first_chunk = block * S::kClusterChunks;
+  int first_chunk = block * S::kClusterChunks, most = S::kClusterChunks;
+  if constexpr (S::kEvens) {
+    if (blocks > 1 && all % S::kClusterChunks == 1) {
+      if (block + 2 == blocks) --most;
+      if (block + 1 == blocks) --first_chunk;
+    }
+  }
   const bool alone = !S::kPairs && group * kTiles + 1 == p.weight_tiles;
   TileItem item;
   item.expert = expert;
   item.tile = group * kTiles;
   item.tiles = S::kPairs ? min(p.weight_tiles - item.tile, kTiles) : 1;
-  item.chunks = min(all - first_chunk, S::kClusterChunks);
+  item.chunks = min(all - first_chunk, most);
   item.first = tables.rows_before[expert] + first_chunk * kChunkRows;
   item.scales = (tables.blocks_before[expert] + block) * p.records * p.cluster_rows;
   item.shared = S::kShare > 1;
