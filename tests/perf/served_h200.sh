@@ -22,7 +22,7 @@ measure() { # dense, log, script, arguments...: of an engine with dense products
   local left=$(((deadline - SECONDS) / waiting)) engine=$engines/$1 notes
   waiting=$((waiting - 1))
   [ "$left" -gt 20 ] || return 0
-  [ "$3" != served_decode.py ] || set -- "$@" --seconds "$((left - 10))" # its server needs some to end
+  [ "$3" != served_decode.py ] || set -- "$@" --seconds "$((left - 18))" # a cell takes up to 4, the server's end 5
   [ -d "$engine" ] || python3 -m gptoss_trt bench random-engine "$engine" --model "$model" --dense "$1" || exit 1
   notes=(--note commit="$commit" --note model="$model" --note dense="$1" --note card="$card")
   echo "== $2: ${*:3} ($left s left)"
