@@ -130,6 +130,8 @@ def build(**given: Any) -> None:
     if tune:
         _check_gpu()
     if out is not None:
+        if inspection.is_engine(checkpoint):
+            raise click.UsageError(f"{checkpoint} is an engine; --out builds one of a checkpoint")
         _build(**given)
     elif not tune:
         raise click.UsageError("Missing option '--out'.")
@@ -172,7 +174,7 @@ def _refuse_build_options() -> None:
 
 def _check_gpu() -> None:
     """Ahead of a build, which may take long."""
-    from gptoss_trt.build_engine.tune import TuneError, require_gpu
+    from gptoss_trt.build_engine.tune_gpu import TuneError, require_gpu
 
     try:
         require_gpu()
@@ -183,6 +185,7 @@ def _check_gpu() -> None:
 def _tune(engine_dir: Path, ops: tuple[str, ...], tokens: tuple[int, ...], *, to_errors: bool) -> None:
     """Measures and writes; a line for each op, shape and number of tokens as it comes."""
     from gptoss_trt.build_engine import tune
+    from gptoss_trt.build_engine.tune_gpu import TuneError
 
     click.echo("us by op, shape and tokens; * chosen, - refused or another result", err=to_errors)
     try:
@@ -191,7 +194,7 @@ def _tune(engine_dir: Path, ops: tuple[str, ...], tokens: tuple[int, ...], *, to
                 engine_dir, lambda row: click.echo(str(row), err=to_errors), ops=ops or tuple(plan.OPS),
                 tokens=tokens or tune.TOKENS,
             )  # fmt: skip
-    except (tune.TuneError, plan.PlanError) as error:
+    except (TuneError, plan.PlanError) as error:
         raise click.ClickException(str(error)) from error
     click.echo(f"{path}: written", err=to_errors)
 

@@ -16,6 +16,7 @@ import torch
 
 from gptoss_trt.build_engine.spec import Manifest
 from gptoss_trt.build_engine.tune_cases import Case, Subject, subjects
+from gptoss_trt.build_engine.tune_gpu import TuneError, require_gpu
 from gptoss_trt.ops import plan
 from gptoss_trt.ops.gpu_clock import graph_seconds
 from gptoss_trt.ops.library import ABI_VERSION, LibraryError
@@ -30,10 +31,6 @@ TIE = 0.02
 REPEATS = 6
 CALLS = 24  # in a graph, at least, where they are short
 LONG_TOKENS, LONG_CALLS = 1024, 4
-
-
-class TuneError(RuntimeError):
-    """Nothing can be tuned here, or the base itself does not run."""
 
 
 @dataclass(frozen=True)
@@ -59,13 +56,6 @@ class Row:
 
 Timer = Callable[[Callable[[int], object], int, int], float]  # (call(copy), copies, calls) -> seconds of a call
 Report = Callable[[Row], None]
-
-
-def require_gpu() -> str:
-    """The GPU's name. Raises TuneError without one."""
-    if not torch.cuda.is_available():
-        raise TuneError(f"--tune measures on a GPU, and torch {torch.__version__} sees none here")
-    return torch.cuda.get_device_name()
 
 
 def tune_engine(

@@ -21,11 +21,12 @@ import torch
 
 from gptoss_trt.build_engine.random_engine import write_random_engine
 from gptoss_trt.build_engine.shapes import MODELS, model_config
-from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale
+from gptoss_trt.build_engine.spec import Dense, Experts, Formats, HScale, SpecError
 from gptoss_trt.ops import dispatch
 from gptoss_trt.runtime.bench.cells import FULL, QUICK, STEP_TOKENS, Bench, Effort
 from gptoss_trt.runtime.bench.client_cells import ClientBench
 from gptoss_trt.runtime.bench.record import Cell, Setting, card_name, line, record, source_commit
+from gptoss_trt.runtime.engine.core import EngineLoadError
 from gptoss_trt.runtime.engine.kernel_plan import use_plan
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.prefill_weights import copy_experts
@@ -150,9 +151,21 @@ def engine(**given: Any) -> None:
     if options.layers is not None and not options.is_random:
         raise click.UsageError("--layers belongs to --random")
     where = torch.device(options.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if where.type == "cuda" and not torch.cuda.is_available():
+        raise click.UsageError(f"--device is cuda, but torch {torch.__version__} sees no GPU here")
     effort = QUICK if options.quick else FULL
     if options.steps is not None:
         effort = dataclasses.replace(effort, steps=options.steps)
+    try:
+        failed = _measure(options, effort, where)
+    except (SpecError, EngineLoadError) as error:
+        raise click.ClickException(str(error)) from error
+    if failed:
+        raise click.ClickException(f"{failed} cells failed")
+
+
+def _measure(options: Options, effort: Effort, where: torch.device) -> int:
+    """All cells, each reported as it comes; how many failed."""
     began = time.perf_counter()
     failed = 0
     with (_client_bench if options.at == "client" else _core_bench)(options, effort, where) as (bench, name, formats):
@@ -161,8 +174,7 @@ def engine(**given: Any) -> None:
         setting = Setting(name, formats, card_name(where), commit, options.usd_per_hour, on_gpu=where.type == "cuda")
         for what, measure in _cells(bench, options):
             failed += not _report(setting, what, measure, options)
-    if failed:
-        raise click.ClickException(f"{failed} cells failed")
+    return failed
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gptoss_trt.build_engine.spec import MANIFEST_NAME, Manifest
+from gptoss_trt.build_engine.spec import Manifest
 from gptoss_trt.runtime.bench.bound import decode_seconds, prefill_seconds
 from gptoss_trt.runtime.bench.cells import STEP_TOKENS, WARM_STEPS, Effort, random_prompts
 from gptoss_trt.runtime.bench.record import Cell
@@ -33,7 +33,7 @@ class ClientBench:
     """Cells of the engine in `engine_dir`, whose process runs while this context is open; `state_dir` is its own."""
 
     def __init__(self, engine_dir: Path, state_dir: Path, options: EngineOptions, effort: Effort, seed: int) -> None:
-        manifest = Manifest.from_json((engine_dir / MANIFEST_NAME).read_text(encoding="utf-8"))
+        manifest = Manifest.read(engine_dir)
         self.formats = manifest.formats
         self._config = manifest.model
         self._step_tokens = options.step_tokens or STEP_TOKENS

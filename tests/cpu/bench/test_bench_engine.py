@@ -172,3 +172,19 @@ def test_copies_are_products_of_the_same_values() -> None:
         case.call(0)
         written.append(inspect.getclosurevars(case.call).nonlocals["out"].clone())
     assert torch.equal(*written)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "message"),
+    [
+        (("--engine", "nowhere"), 1, "Error: nowhere is not an engine directory"),
+        (("--engine", "nowhere", "--at", "client"), 1, "nowhere"),
+        (("--random", "--model", "tiny", "--device", "cuda"), 2, "--device is cuda, but torch"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(
+    monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...], status: int, message: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    result = run("engine", *arguments, "--decode", "20:1", "--quick")
+    assert result.exit_code == status and message in result.output, result.output

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,11 +12,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from gptoss_trt.build_engine import tune
+from gptoss_trt.build_engine import tune, tune_gpu
 from gptoss_trt.build_engine.random_engine import write_random_engine
 from gptoss_trt.build_engine.spec import Formats, Manifest
 from gptoss_trt.build_engine.synthetic import small_config, write_checkpoint
 from gptoss_trt.build_engine.tune_cases import Case, Subject, subjects, tile_candidates
+from gptoss_trt.build_engine.tune_gpu import TuneError
 from gptoss_trt.client.cli import gptoss_trt
 from gptoss_trt.ops import plan
 from gptoss_trt.ops.library import ABI_VERSION, LibraryError
@@ -133,7 +136,7 @@ def test_a_choice_that_is_refused_or_gives_another_result_is_never_taken() -> No
 
 
 def test_a_base_that_does_not_run_is_an_error() -> None:
-    with pytest.raises(tune.TuneError, match="dense_fp8 64x128: auto is refused"):
+    with pytest.raises(TuneError, match="dense_fp8 64x128: auto is refused"):
         tuned(subject(refused="auto"), lambda *_: 1e-5, (64,))
 
 
@@ -160,7 +163,8 @@ def test_every_case_runs_and_its_choices_agree(engine: Path, experts: str, dense
 def test_tune_writes_the_engines_plan_and_keeps_other_shapes(engine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = {"dense": {(8, 8): Choices((), ("triton",))}, "dense_fp8": {SHAPE: Choices((), ("auto",))}}
     Plan("NVIDIA H200", ABI_VERSION, other).write(plan.engine_file(engine, "NVIDIA H200"))
-    monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
+    for module in (tune, tune_gpu):
+        monkeypatch.setattr(module, "require_gpu", lambda: "NVIDIA H200")
     monkeypatch.setattr(tune, "subjects", lambda *_: [subject()])
     monkeypatch.setattr(
         tune, "graph_seconds", lambda _device, call, copies, calls, _: fastest("64/1")(call, copies, calls)
@@ -189,6 +193,7 @@ def test_tune_writes_the_engines_plan_and_keeps_other_shapes(engine: Path, monke
         (["--tune"], 1, "--tune measures on a GPU, and torch"),
         (["--tune", "--out", "elsewhere"], 1, "--tune measures on a GPU, and torch"),
         ([], 2, "Missing option '--out'"),
+        (["--out", "elsewhere"], 2, "is an engine; --out builds one of a checkpoint"),
         (["--tune-op", "dense"], 2, "--tune-op and --tune-tokens belong to --tune"),
         (["--tune", "--tune-op", "denes"], 2, "'denes' is not one of"),
         (["--tune", "--tp", "2"], 2, "--tune takes engines of one rank"),
@@ -203,17 +208,29 @@ def test_what_is_asked_wrongly_is_said(
     assert result.exit_code == status and message in result.output
 
 
+def test_without_a_gpu_nothing_of_triton_is_wanted(engine: Path) -> None:
+    """There may be no Triton then."""
+    code = (
+        "import sys; sys.modules['triton'] = None; import torch; torch.cuda.is_available = lambda: False; "
+        "from gptoss_trt.client.cli import gptoss_trt; gptoss_trt(sys.argv[1:])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, "build", str(engine), "--tune"], capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 1 and ended.stderr.startswith("Error: --tune measures on a GPU"), ended.stderr
+
+
 @pytest.mark.parametrize(("option", "value"), [("--dense", "bf16"), ("--json", None), ("--h-scale", "static")])
 def test_options_of_a_build_are_refused_with_an_engine(
     engine: Path, monkeypatch: pytest.MonkeyPatch, option: str, value: str | None
 ) -> None:
-    monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tune_gpu, "require_gpu", lambda: "NVIDIA H200")
     result = run("build", engine, "--tune", option, *([value] if value else []))
     assert result.exit_code == 2 and f"{option} belongs to building" in result.output
 
 
 def test_a_checkpoint_wants_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tune, "require_gpu", lambda: "NVIDIA H200")
+    monkeypatch.setattr(tune_gpu, "require_gpu", lambda: "NVIDIA H200")
     checkpoint = write_checkpoint(tmp_path / "checkpoint", small_config())
     result = run("build", checkpoint, "--tune")
     assert result.exit_code == 2 and "--out names the engine" in result.output
