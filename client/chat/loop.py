@@ -15,6 +15,7 @@ from gptoss_trt.client.api import Client
 from gptoss_trt.client.chat.conversation import EFFORTS, Conversation, load_tools
 from gptoss_trt.client.chat.events import Answer, Content, Event, Finish
 from gptoss_trt.client.chat.inputs import Inputs
+from gptoss_trt.client.chat.relay import relayed
 from gptoss_trt.client.chat.show import Display
 from gptoss_trt.client.errors import ServerError
 from gptoss_trt.client.protocol import did_you_mean
@@ -127,7 +128,7 @@ class ChatLoop:
 
     def _chat_events(self, answer: Answer) -> Generator[Event, None, None]:
         with self._client.stream_chat(self._conversation.body()) as chunks:
-            for chunk in chunks:
+            for chunk in relayed(chunks):
                 yield from answer.push(chunk)
         yield answer.finish()
 
@@ -138,7 +139,7 @@ class ChatLoop:
         sampling = Sampling(temperature=settings.temperature, top_p=top_p, seed=settings.seed)
         reason, usage = None, {}
         with self._client.stream_text(prompt, settings.max_tokens or RAW_MAX_TOKENS, sampling) as pieces:
-            for piece in pieces:
+            for piece in relayed(pieces):
                 reason = piece.finish_reason or reason
                 if piece.input_tokens is not None:
                     usage["prompt_tokens"] = piece.input_tokens
