@@ -73,6 +73,29 @@ __device__ __forceinline__ void ask_for_out(const Params& p, const Tile& tile, i
   if (tile.rows > kBlock / 2) prefetch_line(row + kBlock);
 }
 
+// One warp: the scales of a stage's tokens, from `first` on.
+template <typename S>
+__device__ __forceinline__ void copy_token_scales(const Params& p, uint32_t target,
+                                                  const float* scales, int first, int lane) {
+#pragma unroll
+  for (int i = 0; i < S::kTokens / 32; ++i) {
+    const int token = first + lane + 32 * i;
+    copy_word_async(target + (lane + 32 * i) * 4, scales + min(token, p.tokens - 1),
+                    token < p.tokens);
+  }
+}
+
+// One warp: the bias of a tile.
+__device__ __forceinline__ void copy_bias(const Params& p, uint32_t target, const Tile& tile,
+                                          int lane) {
+#pragma unroll
+  for (int i = 0; i < kBlock / 64; ++i) {
+    const int column = 2 * (lane + 32 * i);
+    copy_word_async(target + column * 2, p.bias + min(tile.row + column, p.n - 2),
+                    column < tile.rows);
+  }
+}
+
 // One warp: scales, and the bias with the last of them.
 template <typename S>
 __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) {
@@ -86,20 +109,10 @@ __device__ inline void produce_scales(const Params& p, const Memory<S>& memory) 
       const uint32_t side = memory.side(position.stage);
       const float* scales = p.x_scale + static_cast<int64_t>(block) * p.tokens;
       barrier_wait(memory.empty(position.stage), position.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < S::kTokens / 32; ++i) {
-        const int token = tile.token + lane + 32 * i;
-        copy_word_async(side + (lane + 32 * i) * 4, scales + min(token, p.tokens - 1),
-                        token < p.tokens);
-      }
+      copy_token_scales<S>(p, side, scales, tile.token, lane);
       if (lane == 0) copy_word_async(side + S::kWeightScaleAt, unit + block, true);
       if (!S::kSplit && p.bias != nullptr && block + 1 == schedule.end()) {
-#pragma unroll
-        for (int i = 0; i < kBlock / 64; ++i) {
-          const int column = 2 * (lane + 32 * i);
-          copy_word_async(side + S::kBiasAt + column * 2, p.bias + min(tile.row + column, p.n - 2),
-                          column < tile.rows);
-        }
+        copy_bias(p, side + S::kBiasAt, tile, lane);
       }
       copies_arrive(memory.full(position.stage));
       if constexpr (S::kAdds) ask_for_out<S>(p, tile, block - schedule.begin());

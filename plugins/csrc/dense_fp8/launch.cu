@@ -11,24 +11,29 @@ namespace {
 
 constexpr int ceil_div(int value, int divisor) { return (value + divisor - 1) / divisor; }
 
-template <typename S>
-cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
-  const auto kernel = dense_fp8_kernel<S>;
-  CUtensorMap x_map, weight_map;
+// Of x and the weight, for a kernel of Shape S, which gets its shared memory.
+struct Maps {
+  CUtensorMap x, weight;
+};
+
+template <typename S, typename Kernel>
+cudaError_t prepare(const Kernel& kernel, const Params& params, const Tensors& tensors,
+                    Maps* maps) {
   cudaError_t error =
-      encode_byte_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens, kBlock);
+      encode_byte_map(&maps->x, tensors.x, params.tokens, tensors.k, S::kTokens, kBlock);
   if (error == cudaSuccess) {
-    error = encode_byte_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock, kBlock);
+    error = encode_byte_map(&maps->weight, tensors.weight, params.n, tensors.k, kBlock, kBlock);
   }
   if (error == cudaSuccess) {
     error =
         cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   }
-  if (error != cudaSuccess) return error;
-  params.token_tiles = ceil_div(params.tokens, S::kTokens);
-  params.tokens_first = params.n > params.tokens;  // the larger operand is read once
-  const int work = params.tiles * params.token_tiles;
-  const int cluster = S::kSplit ? params.parts : 1;
+  return error;
+}
+
+template <typename S, typename Kernel, typename... Arguments>
+cudaError_t launch_clusters(const Kernel& kernel, int blocks, int cluster,
+                            const LaunchOptions& options, const Arguments&... arguments) {
   cudaLaunchAttribute attributes[2] = {};
   attributes[0].id = cudaLaunchAttributeClusterDimension;
   attributes[0].val.clusterDim.x = cluster;
@@ -36,13 +41,27 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(S::kSplit ? cluster * work : std::min(work, options.multiprocessors));
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = S::kSharedBytes;
   config.stream = options.stream;
   config.attrs = attributes;
   config.numAttrs = options.dependent_launch ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map);
+  return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename S>
+cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
+  const auto kernel = dense_fp8_kernel<S>;
+  Maps maps;
+  const cudaError_t error = prepare<S>(kernel, params, tensors, &maps);
+  if (error != cudaSuccess) return error;
+  params.token_tiles = ceil_div(params.tokens, S::kTokens);
+  params.tokens_first = params.n > params.tokens;  // the larger operand is read once
+  const int work = params.tiles * params.token_tiles;
+  const int cluster = S::kSplit ? params.parts : 1;
+  const int blocks = S::kSplit ? cluster * work : std::min(work, options.multiprocessors);
+  return launch_clusters<S>(kernel, blocks, cluster, options, params, maps.x, maps.weight);
 }
 
 // Rows of the weight's last tile.
@@ -81,18 +100,11 @@ template <End kEnd>
 cudaError_t launch_pairs(Params params, const Tensors& tensors, const LaunchOptions& options) {
   using S = Shape<kPairTokens, 4, false, kEnd, true>;
   const auto kernel = dense_fp8_pairs_kernel<S>;
-  CUtensorMap x_map, weight_map, out_map{};
-  cudaError_t error =
-      encode_byte_map(&x_map, tensors.x, params.tokens, tensors.k, S::kTokens, kBlock);
-  if (error == cudaSuccess) {
-    error = encode_byte_map(&weight_map, tensors.weight, params.n, tensors.k, kBlock, kBlock);
-  }
+  Maps maps;
+  CUtensorMap out_map{};
+  cudaError_t error = prepare<S>(kernel, params, tensors, &maps);
   if (error == cudaSuccess && S::kAdds) {
     error = encode_byte_map(&out_map, params.out, params.tokens, 2 * params.n, S::kTokens, 128);
-  }
-  if (error == cudaSuccess) {
-    error =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kSharedBytes);
   }
   if (error != cudaSuccess) return error;
   params.token_tiles = ceil_div(params.tokens, kPairBlocks * kPairTokens);
@@ -101,20 +113,8 @@ cudaError_t launch_pairs(Params params, const Tensors& tensors, const LaunchOpti
   const int clusters =
       std::min(options.multiprocessors / kPairBlocks, params.token_tiles * params.tiles);
   params.whole_pairs = cut_pairs(params, clusters);
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim.x = kPairBlocks;
-  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kPairBlocks * clusters);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = S::kSharedBytes;
-  config.stream = options.stream;
-  config.attrs = attributes;
-  config.numAttrs = options.dependent_launch ? 2 : 1;
-  return cudaLaunchKernelEx(&config, kernel, params, x_map, weight_map, out_map);
+  return launch_clusters<S>(kernel, kPairBlocks * clusters, kPairBlocks, options, params, maps.x,
+                            maps.weight, out_map);
 }
 
 template <End kEnd>

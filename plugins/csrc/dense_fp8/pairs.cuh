@@ -149,6 +149,26 @@ __device__ inline void produce_pairs(const Params& p, const Memory<S>& memory,
   }
 }
 
+// The bias of an item's tiles, and positions and slots of its tokens.
+template <typename S>
+__device__ __forceinline__ void copy_ends(const Params& p, const PairItem& item, uint32_t side,
+                                          int lane) {
+  if (p.bias != nullptr) {
+    for (int tile = 0; tile < item.tiles; ++tile) {
+      copy_bias(p, side + S::kBiasAt + tile * kBlock * 2, tile_of(p, item.block + tile, item.token),
+                lane);
+    }
+  }
+  if constexpr (S::kRotates) {
+#pragma unroll 2
+    for (int i = 0; i < S::kTokens / 32; ++i) {
+      const int at = lane + 32 * i, token = min(item.token + at, p.tokens - 1);
+      copy_word_async(side + S::kPositionsAt + at * 4, p.positions + token, true);
+      copy_word_async(side + S::kSlotsAt + at * 4, p.slots + token, true);
+    }
+  }
+}
+
 // One warp: scales, and with the last of them the bias and what rotation needs.
 template <typename S>
 __device__ inline void produce_pair_scales(const Params& p, const Memory<S>& memory) {
@@ -163,46 +183,16 @@ __device__ inline void produce_pair_scales(const Params& p, const Memory<S>& mem
       const uint32_t side = memory.side(position.stage);
       const float* scales = p.x_scale + static_cast<int64_t>(block) * p.tokens;
       barrier_wait(memory.empty(position.stage), position.parity ^ 1);
-#pragma unroll
-      for (int i = 0; i < S::kTokens / 32; ++i) {
-        const int token = item.token + lane + 32 * i;
-        copy_word_async(side + (lane + 32 * i) * 4, scales + min(token, p.tokens - 1),
-                        token < p.tokens);
-      }
+      copy_token_scales<S>(p, side, scales, item.token, lane);
       if (lane < item.tiles) {
         copy_word_async(side + S::kWeightScaleAt + lane * 4, unit + block, true);
       }
-      if (block + 1 == p.k_blocks) copy_ends(p, item, side, lane, S());
+      if (block + 1 == p.k_blocks) copy_ends<S>(p, item, side, lane);
       copies_arrive(memory.full(position.stage));
     }
     for (int i = 0; i < end_stages<S>(item); ++i, position.step()) {
       barrier_wait(memory.empty(position.stage), position.parity ^ 1);
       copies_arrive(memory.full(position.stage));
-    }
-  }
-}
-
-// The bias of an item's tiles, and positions and slots of its tokens.
-template <typename S>
-__device__ __forceinline__ void copy_ends(const Params& p, const PairItem& item, uint32_t side,
-                                          int lane, S) {
-  if (p.bias != nullptr) {
-    for (int tile = 0; tile < item.tiles; ++tile) {
-      const Tile at = tile_of(p, item.block + tile, item.token);
-      const uint32_t to = side + S::kBiasAt + tile * kBlock * 2;
-#pragma unroll
-      for (int i = 0; i < kBlock / 64; ++i) {
-        const int column = 2 * (lane + 32 * i);
-        copy_word_async(to + column * 2, p.bias + min(at.row + column, p.n - 2), column < at.rows);
-      }
-    }
-  }
-  if constexpr (S::kRotates) {
-#pragma unroll 2
-    for (int i = 0; i < S::kTokens / 32; ++i) {
-      const int at = lane + 32 * i, token = min(item.token + at, p.tokens - 1);
-      copy_word_async(side + S::kPositionsAt + at * 4, p.positions + token, true);
-      copy_word_async(side + S::kSlotsAt + at * 4, p.slots + token, true);
     }
   }
 }
