@@ -289,7 +289,8 @@ typedef struct gptoss_trt_dense_fp8_args {
                                 do not depend on the other tokens, given the parts. */
   /* Rotation and append, where k_cache is not null: the segments are q, k and v in heads of 64
    * rows, `out` is q, bf16 [tokens, first_segment], of the sums rounded to bf16: first' = first cos
-   * - second sin, second' = second cos + first sin for the halves of a head of q and k. */
+   * - second sin, second' = second cos + first sin for the halves of a head of q and k. Without q
+   * (first_segment 0) out is not looked at. */
   int32_t kv_heads;         /* second_segment / 64, as many as v has */
   int32_t block_tokens;     /* a power of two up to 64 */
   const int32_t* positions; /* [tokens] */

@@ -116,7 +116,7 @@ _TABLE = (
         qkv bf16 [T, (heads + 2 kv_heads) * head_dim], rows q, k, v; positions int32 [T]; cos_sin fp32 [max position,
         head_dim]: cos of head_dim / 2 angles, then their sin, both with YaRN's concentration (reference/rope.py makes
         it); slots int32 [T]; q bf16 [T, heads, head_dim]. An e4m3 cache stores saturate(k / k_scale) and
-        saturate(v / v_scale); for bf16 caches both scales are 1.""",
+        saturate(v / v_scale); for bf16 caches both scales are 1. With no heads there are keys and values alone.""",
     ),
     OpSchema(
         "dense_fp8_rope_kv_append",
@@ -124,7 +124,7 @@ _TABLE = (
         "Tensor cos_sin, Tensor slots, float k_scale, float v_scale, Tensor(a!) q, Tensor(b!) k_cache, "
         "Tensor(c!) v_cache",
         """dense_fp8 into a bf16 qkv, then rope_kv_append of it: one phase. Shapes as in those two; segments are the
-        rows of q, k and v.""",
+        rows of q (0 without heads), k and v.""",
     ),
     OpSchema(
         "attention_prefill",

@@ -6,6 +6,7 @@ is made and allocates the op's outputs. Must not know files, requests or steps' 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ from gptoss_trt.runtime.model.step import Ends, Pool, Step
 
 E4M3 = torch.float8_e4m3fn
 ADDING_TOKENS = 512  # from which on an FP8 `out` ends with the residual's addition; few are added by the norm
+ENDS_APART_TOKENS = 1024  # from which on queries of last tokens alone save more than kernels of their own cost
 
 
 @dataclass(frozen=True)
@@ -42,6 +44,14 @@ class Normed:
             torch.empty((tokens, hidden), dtype=E4M3, device=like.device),
             torch.empty((-(-hidden // 128), tokens), dtype=torch.float32, device=like.device),
         )
+
+    def of_rows(self, rows: torch.Tensor) -> Normed:
+        """Some tokens' alone; rows int64 [S]."""
+        if self.quantised is None or self.scales is None:
+            assert self.values is not None
+            return Normed(self.values[rows], None, None)
+        codes = self.quantised.view(torch.uint8)[rows].view(E4M3)
+        return Normed(None, codes, self.scales.index_select(1, rows))
 
 
 class Norm:
@@ -94,6 +104,16 @@ class Dense:
             x.quantised, x.scales, self.weight, self.scale, self._segments, self.bias, *rotation
         )
 
+    def behind_first(self) -> Dense:
+        """The product with the rows behind the first segment, which it has with no rows; of the same memory."""
+        rows, *others = self._segments
+        rest = copy.copy(self)
+        rest._segments = [0, *others]
+        rest.weight = self.weight[rows:]
+        rest.scale = None if self.scale is None else self.scale[-(-rows // 128) :]
+        rest.bias = None if self.bias is None else self.bias[rows:]
+        return rest
+
     def _empty(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty((len(x), self.weight.shape[0]), dtype=dtype, device=x.device)
 
@@ -105,6 +125,7 @@ class Attention:
         config, share, stem = weights.manifest.model, weights.share, f"layers.{layer}.attention"
         self.norm = Norm(weights, f"{stem}.norm", weights.manifest.formats.dense == "fp8_block128")
         self.qkv = Dense(weights, f"{stem}.qkv", segments=qkv_segments(config, weights.manifest.mapping))
+        self._keys_values = self.qkv.behind_first()
         self.out = Dense(weights, f"{stem}.out", adds_bias=share.adds_attention_bias)
         self.sinks = weights[f"{stem}.sinks"]
         self._heads = share.q_heads[1] - share.q_heads[0]
@@ -126,9 +147,10 @@ class Attention:
         """What this layer adds to the residual, bf16 [T, H], or [S, H] of the rows of `ends`; None where it has added
         it, in place. Appends to kv."""
         pool = step.window if self._window else step.full
-        q = self._query(x, step, pool, kv, cos_sin)
         if ends is not None:
-            q = q[ends.rows]  # torch's kernel: between it and the keys' writer there must be one (ops/attention.py)
+            q = self._end_queries(x, step, pool, ends, (cos_sin, *kv))
+        else:
+            q = self._rotated(self.qkv, x, self._heads, (step.positions, pool.slots), (cos_sin, *kv))
         out = Normed.empty(q.flatten(1), self.out.fp8)
         where = (pool.block_table, pool.first_block)
         how = (self.sinks, self._window, self._head_dim**-0.5, *self._kv_scales)
@@ -144,17 +166,38 @@ class Attention:
             return None
         return reduce_partial(lambda dtype: self.out(out, dtype), self._group)
 
-    def _query(
-        self, x: Normed, step: Step, pool: Pool, kv: tuple[torch.Tensor, torch.Tensor], cos_sin: torch.Tensor
+    def _end_queries(
+        self, x: Normed, step: Step, pool: Pool, ends: Ends, shared: tuple[torch.Tensor, ...]
     ) -> torch.Tensor:
-        """The rotated queries, bf16 [T, heads, head_dim]; keys and values go to kv."""
-        shape = (step.tokens, self._heads, self._head_dim)
-        q = torch.empty(shape, dtype=torch.bfloat16, device=cos_sin.device)
-        rotation = (step.positions, cos_sin, pool.slots, *self._kv_scales, q, *kv)
+        """The rotated queries of the rows of `ends`, bf16 [S, heads, head_dim]; all tokens' keys and values go to kv.
+
+        Between the keys' writer and who reads them is a kernel of torch's (ops/attention.py)."""
+        where = step.positions, pool.slots
+        if step.tokens < ENDS_APART_TOKENS:
+            return self._rotated(self.qkv, x, self._heads, where, shared)[ends.rows]
+        # Rotation reads positions and slots ahead of its wait: they are written before the kernel ahead of it begins.
+        positions = step.positions[ends.rows]
+        unkept = torch.full_like(positions, -1)
+        self._rotated(self._keys_values, x, 0, where, shared)
+        return self._rotated(self.qkv, x.of_rows(ends.rows), self._heads, (positions, unkept), shared)
+
+    def _rotated(
+        self,
+        product: Dense,
+        x: Normed,
+        heads: int,
+        where: tuple[torch.Tensor, torch.Tensor],
+        shared: tuple[torch.Tensor, ...],
+    ) -> torch.Tensor:
+        """The rotated queries, bf16 [T, heads, head_dim], of a product with q, k and v, of which keys and values go to
+        kv. `where`: positions and slots; `shared`: cos_sin and kv."""
+        (positions, slots), (cos_sin, *kv) = where, shared
+        q = torch.empty((len(positions), heads, self._head_dim), dtype=torch.bfloat16, device=cos_sin.device)
+        rotation = (positions, cos_sin, slots, *self._kv_scales, q, *kv)
         if x.quantised is None:
-            ops.rope_kv_append(self.qkv(x), *rotation)
+            ops.rope_kv_append(product(x), *rotation)
         else:
-            self.qkv.rope_kv_append(x, rotation)
+            product.rope_kv_append(x, rotation)
         return q
 
 

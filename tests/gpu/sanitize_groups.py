@@ -140,7 +140,8 @@ def dense_tiles() -> None:
 
 
 def dense_rotation() -> None:
-    """The product of q, k and v that ends with rotation and append, in every shape; tokens without a slot."""
+    """The product of q, k and v that ends with rotation and append, in every shape, and without q; tokens without a
+    slot."""
     heads, kv_heads, width = 8, 1, 64
     segments = [heads * width, kv_heads * width, kv_heads * width]
     rows = sum(segments)
@@ -155,7 +156,11 @@ def dense_rotation() -> None:
         caches = [torch.zeros(5, kv_heads, 64, width, dtype=torch.bfloat16, device="cuda") for _ in "kv"]
         for tiles in TILES:
             library_dense.tiles_for = lambda *_, tiles=tiles: tiles
-            OPS.dense_fp8_rope_kv_append(*case, segments, bias, positions, cos_sin, slots, 1.0, 1.0, q, *caches)
+            rotation = (positions, cos_sin, slots, 1.0, 1.0)
+            OPS.dense_fp8_rope_kv_append(*case, segments, bias, *rotation, q, *caches)
+            x, scales, weight, unit = case
+            behind = (weight[heads * width :], unit[heads * width // 128 :], [0, *segments[1:]], bias[heads * width :])
+            OPS.dense_fp8_rope_kv_append(x, scales, *behind, *rotation, q.new_empty(tokens, 0, width), *caches)
 
 
 def norms() -> None:

@@ -93,3 +93,34 @@ def test_dense_fp8_rope_kv_append_is_its_two_ops(tokens: int, tiles: str, monkey
             assert float((a != b).float().mean()) < 1e-3  # one ulp where a fused multiply-add rounds once
             torch.testing.assert_close(a.float(), b.float(), rtol=2**-7, atol=2**-7)
         exact(got[2].cpu(), want[2].cpu())
+
+
+@pytest.mark.parametrize(("tokens", "tiles"), [
+    (1, "64/1"), (5, "64/2"), (65, "64/3"), (200, "128/1"), (200, "128/2"), (700, "256/1"), (3000, ""),
+])  # fmt: skip
+def test_keys_and_values_alone(tokens: int, tiles: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits that the product with the queries gives, by the rows and scales behind theirs; nothing else is kept."""
+    from gptoss_trt.ops import dense
+
+    if tiles:
+        monkeypatch.setattr(dense, "takes", lambda *_: False)
+        monkeypatch.setattr(dense, "tiles_for", lambda *_: dense._tiles_of(tiles))
+    for heads, kv_heads in ((HEADS, KV_HEADS), (8, 1)):
+        blocks, first, segments = tokens // BLOCK_TOKENS + 2, heads * D, [heads * D, kv_heads * D, kv_heads * D]
+        x, x_scale = torch.randn(tokens, H).to(E4M3).cuda(), torch.rand(23, tokens).cuda()
+        weight = torch.randn(sum(segments), H).to(E4M3).cuda()
+        unit = torch.rand(sum(-(-segment // 128) for segment in segments), 23).cuda() / 50
+        bias, cos_sin = bf16(sum(segments)).cuda(), torch.randn(4096, D).cuda()
+        positions = torch.randint(4096, (tokens,)).to(torch.int32).cuda()
+        slots = torch.randperm(blocks * BLOCK_TOKENS)[:tokens].to(torch.int32).cuda()
+        slots[tokens // 3 :: 7] = -1
+        rotation = (positions, cos_sin, slots, 1.0, 1.0)
+        want, got = (
+            [poisoned(blocks, kv_heads, BLOCK_TOKENS, D, dtype=torch.bfloat16).cuda() for _ in "kv"] for _ in range(2)
+        )
+        q = torch.empty(tokens, heads, D, dtype=torch.bfloat16, device="cuda")
+        OPS.dense_fp8_rope_kv_append(x, x_scale, weight, unit, segments, bias, *rotation, q, *want)
+        behind = (weight[first:], unit[first // 128 :], [0, *segments[1:]], bias[first:])
+        OPS.dense_fp8_rope_kv_append(x, x_scale, *behind, *rotation, q[:, :0].contiguous(), *got)
+        for a, b in zip(got, want, strict=True):
+            exact(a.cpu(), b.cpu())

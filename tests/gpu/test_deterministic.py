@@ -71,6 +71,8 @@ def test_long_contexts(model: GraphedModel) -> None:
     model.allocate_kv(text.table.numel(), text.table.numel(), BLOCK_TOKENS)
     alone = some(text, 1)
     whole = read(model, alone, [0], [LONG + 1], [LONG - 3]).clone()
+    last = model.model.forward(on_card(alone.piece([0], [LONG + 1], [LONG])), ends_only=True)
+    assert torch.equal(last[0], whole[3])
     read(model, alone, [0], [2000], [1999])
     assert torch.equal(read(model, alone, [2000], [LONG + 1], [LONG - 3]), whole)
     for position in (LONG - 3, LONG):

@@ -12,7 +12,7 @@ import torch
 from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.build_engine.spec import Formats
 from gptoss_trt.ops import dispatch
-from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch
+from gptoss_trt.runtime.model import GptOssModel, GraphedModel, StepBatch, layers
 from gptoss_trt.runtime.model.loader import random_weights
 
 pytestmark = pytest.mark.interpret
@@ -65,7 +65,8 @@ def run(model: GraphedModel) -> list[torch.Tensor]:
     return [first, model.forward(decode(1, 6)).clone(), model.forward(decode(3, 7)).clone()]
 
 
-def test_a_model_on_triton_kernels(on_triton: Any) -> None:
+def test_a_model_on_triton_kernels(on_triton: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layers, "ENDS_APART_TOKENS", 5)
     weights = random_weights(model_config("tiny"), Formats(), 2, CPU)
     model = GraphedModel(GptOssModel(weights, CPU))
     want = run(model)

@@ -36,7 +36,7 @@ gptoss_trt_status check_addition(const Args& args) {
   return check_ranges(kCall, ranges);
 }
 
-// q, k and v in whole heads.
+// q, k and v in whole heads; q may have none.
 gptoss_trt_status check_rotation(const Args& args) {
   const int64_t kv_rows = int64_t{args.kv_heads} * kHeadDim;
   const Range ranges[] = {
@@ -111,7 +111,7 @@ gptoss_trt_status check_pointers(const Args& args) {
       {"weight", args.weight, 16, true},
       {"weight_scale", args.weight_scale, 4, true},
       {"bias", args.bias, 8, args.bias != nullptr},
-      {"out", args.out, 16, true},
+      {"out", args.out, 16, !rotates || args.first_segment > 0},
       {"k_cache", args.k_cache, 16, rotates},
       {"v_cache", args.v_cache, 16, rotates},
       {"cos_sin", args.cos_sin, 16, rotates},

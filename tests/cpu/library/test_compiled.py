@@ -387,11 +387,15 @@ def test_dense_fp8_refuses_with_the_value(library: Library, changes: dict[str, f
         ({"block_tokens": 128}, "block_tokens is 128, outside 1 to 64"),
         ({"out_dtype": OutDtype.FP32}, "out_dtype is 2, outside 1 to 1"),
         ({}, "v_cache is null"),
+        ({"out": None}, "out is null"),
+        ({"out": None, "first_segment": 0, "n": 1024}, "v_cache is null"),  # no queries
         ({"v_cache": 4096}, "cos_sin is null"),
         ({"v_cache": 4096, "cos_sin": 4096, "positions": 4096}, "slots is null"),
     ],
 )
-def test_dense_fp8_refuses_a_rotation_with_the_value(library: Library, changes: dict[str, float], words: str) -> None:
+def test_dense_fp8_refuses_a_rotation_with_the_value(
+    library: Library, changes: dict[str, float | None], words: str
+) -> None:
     values = {
         "out_dtype": OutDtype.BF16, "tokens": 64, "n": 5120, "k": 2880, "first_segment": 4096, "second_segment": 512,
         "kv_heads": 8, "block_tokens": 64,

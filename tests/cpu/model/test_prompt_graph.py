@@ -6,13 +6,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from gptoss_trt.ops import dispatch
-from gptoss_trt.runtime.model import GraphedModel, StepBatch, load_model
+from gptoss_trt.ops import dispatch, ops
+from gptoss_trt.runtime.model import GraphedModel, StepBatch, layers, load_model
 from gptoss_trt.runtime.model.draw import Draws
 from gptoss_trt.runtime.model.graph_shapes import (
     MAX_ROWS,
@@ -54,10 +55,15 @@ def batch_of(counts: Sequence[int], before: Sequence[int], wanted: Sequence[int]
     )
 
 
-@pytest.fixture(params=[False, True], ids=["all", "ends"])
-def model(request: pytest.FixtureRequest, make_engine: Callable[..., Path]) -> GraphedModel:
+@pytest.fixture(params=["all", "ends", "ends-apart"])
+def model(
+    request: pytest.FixtureRequest, make_engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> GraphedModel:
+    """With "ends-apart" queries of last tokens have a product of their own in steps of any size."""
+    if request.param == "ends-apart":
+        monkeypatch.setattr(layers, "ENDS_APART_TOKENS", 1)
     graphed = GraphedModel(load_model(make_engine()))
-    graphed.ends_only = request.param
+    graphed.ends_only = request.param != "all"
     graphed.allocate_kv(BLOCKS, BLOCKS, BLOCK_TOKENS)
     fill_cache(graphed)
     return graphed
@@ -193,6 +199,40 @@ def test_a_last_layer_of_last_tokens_gives_the_same(model: GraphedModel, batch: 
     assert torch.equal(model.model.forward(batch, ends_only=True), want)
     for part, key in zip(model.model.kv(2), keys, strict=True):
         assert torch.equal(part, key)
+
+
+@pytest.mark.parametrize("last", ["window", "full"])
+@pytest.mark.parametrize("options", [{}, {"dense": "fp8_block128"}, {"dense": "fp8_block128", "kv": "fp8"}])
+def test_queries_of_last_tokens_alone(
+    options: dict[str, str], last: str, make_engine: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last layer asks for keys and values of all tokens, and for queries of the last ones; bits stay."""
+    model = load_model(make_engine({"num_layers": 2 if last == "full" else 3}, **options))
+    config, batch = model.config, batch_of([1, 30, 9], [10, 0, 20], [0, 2])
+    keys_values = 2 * config.num_kv_heads * config.head_dim
+    products: list[tuple[int, ...]] = []
+    if "dense" in options:
+        product, rows_of = "dense_fp8_rope_kv_append", lambda call: (len(call[2]), call[6])
+    else:
+        product, rows_of = "rope_kv_append", lambda call: (call[0].shape[1], call[1])
+    real = getattr(ops, product)
+
+    def counted(*call: Any) -> None:
+        rows, positions = rows_of(call)
+        products.append((len(positions), rows))
+        real(*call)
+
+    monkeypatch.setattr(ops, product, counted)
+    results = []
+    for least in (41, 40):
+        monkeypatch.setattr(layers, "ENDS_APART_TOKENS", least)
+        model.allocate_kv(BLOCKS, BLOCKS, BLOCK_TOKENS)
+        products.clear()
+        results.append((model.forward(batch, ends_only=True), *model.kv(config.num_layers - 1)))
+    whole = keys_values + config.num_heads * config.head_dim
+    assert products == [*[(40, whole)] * (config.num_layers - 1), (40, keys_values), (3, whole)]
+    for got, want in zip(*results, strict=True):
+        assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)) and bool(want.view(torch.uint8).any())
 
 
 def test_a_step_of_padding_alone_runs(model: GraphedModel) -> None:

@@ -50,6 +50,11 @@ def test_dense_fp8_rope_kv_append(tokens: int, random: Random, outputs: Outputs)
     ops.dense_fp8_rope_kv_append(*product, *rotation, 1.0, 1.0, *got)
     assert _same(got, want)
     assert tokens == 0 or bool(got[1].any())
+    kept = results()  # keys and values alone: the same, by the rows and scales behind q's
+    values, scales, weight, units, segments, bias = product
+    behind = (weight[segments[0] :], units[2:], [0, *segments[1:]], bias[segments[0] :])
+    ops.dense_fp8_rope_kv_append(values, scales, *behind, *rotation, 1.0, 1.0, kept[0][:, :0].clone(), *kept[1:])
+    assert _same(kept[1:], want[1:])
     with pytest.raises(
         ArgumentError, match=r"segments are \[192, 64, 128\]; the rows of q, k and v are \[256, 64, 64\]"
     ):
