@@ -89,12 +89,12 @@ typedef enum gptoss_trt_moe_plan {
  * it reads what they write, or overwrites what they read, and then sees all that ran before them
  * too. One that is launched the ordinary way need not know. */
 #define GPTOSS_TRT_MOE_DEPENDENT_LAUNCH 1u
-/* With DEPENDENT_LAUNCH, decode plan: offsets and weights (never activations, row_slots or
- * expert_weights) are read before the wait, which hides 2 to 5 us. The caller guarantees that
- * expert_offsets were complete before the kernel directly ahead could start its dependents: they
- * were written by a kernel further ahead, and the one directly ahead, where it was launched
- * dependently, releases its dependents only behind its own wait (as GATE_UP does for DOWN). And
- * nobody writes them again before this call has read them: a later kernel that does waits. */
+/* With DEPENDENT_LAUNCH: offsets and weights, on FP8 tiles row_slots and expert_weights too (never
+ * activations), are read before the wait, which hides 2 to 5 us. The caller guarantees that these
+ * were complete before the kernel directly ahead could start its dependents: they were written by a
+ * kernel further ahead, and the one directly ahead, where it was launched dependently, releases its
+ * dependents only behind its own wait (as GATE_UP does for DOWN). And nobody writes them again
+ * before this call has read them: a later kernel that does waits. */
 #define GPTOSS_TRT_MOE_ROUTING_READY 2u
 
 typedef enum gptoss_trt_dtype { GPTOSS_TRT_BF16 = 1, GPTOSS_TRT_FP32 = 2 } gptoss_trt_dtype;

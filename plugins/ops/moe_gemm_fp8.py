@@ -54,7 +54,7 @@ class _Shape:
 
 
 # By stream: the offsets of its last moe_gate_up, until moe_down takes them. Whatever runs behind that product began
-# after its wait, and so after the offsets were written: moe_down need not wait for them (ROUTING_READY).
+# after its wait, and so after the routing was written: moe_down need not wait for it (ROUTING_READY).
 _routed: dict[int, int] = {}
 _workspaces: dict[tuple[_Shape, torch.device, int], torch.Tensor] = {}
 

@@ -176,3 +176,48 @@ def test_graph_and_dependent_launch_equal_eager(storage: Storage, layout: str, o
             graph.replay()
             torch.cuda.synchronize()
             assert torch.equal(out, eager), chosen
+
+
+@STORAGES
+@pytest.mark.parametrize("experts", [16, 32])
+def test_layers_that_hand_h_on_in_the_same_memory(
+    experts: int, storage: Storage, layout: str, options: Options
+) -> None:
+    """Rows of the layer before, or not written yet, would show in `down`, which begins before gate_up has ended."""
+    sizes = {"hidden": 2880, "inter": 960, "experts": experts, "tokens": 2048, "group": 0}
+    ups = [Case(product="gate_up", seed=seed, **sizes) for seed in range(3)]
+    down = Case(product="down", seed=3, **sizes)
+    none = torch.empty(0)
+    weights = [case.packed(storage) for case in (ups[0], down)]
+    h = torch.zeros(len(down.x), 960, dtype=torch.uint8, device="cuda").view(torch.float8_e4m3fn)
+    outs = torch.zeros(3, 2048, down.top_k, 2880, dtype=torch.bfloat16, device="cuda")
+
+    def layers(options: Options) -> None:
+        for up, out in zip(ups, outs, strict=True):
+            moe_gate_up(
+                up.x, up.x_scale, weights[0], none, ups[0].bias, up.offsets, none, up.slots, up.top_k, LIMIT, ALPHA,
+                layout, 0, h, None, options,
+            )  # fmt: skip
+            moe_down(
+                h, None, weights[1], none, down.bias, down.weights, up.offsets, none, up.slots, layout, 0, out,
+                options,
+            )  # fmt: skip
+
+    layers(options)
+    torch.cuda.synchronize()
+    alone = outs.clone()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        layers(DEFAULT)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        layers(DEFAULT)
+    for i in range(60):
+        outs.fill_(7)
+        h.view(torch.uint8).fill_(0x7B)
+        torch.cuda.synchronize()
+        for _ in range(1 + i % 2):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert torch.equal(outs.view(torch.int16), alone.view(torch.int16)), i

@@ -40,7 +40,7 @@ struct Params {
   int out_fp32;
   int token_block;
   int k_split;
-  int routing_ready;  // offsets may be read before dependency_wait
+  int routing_ready;  // may be read before dependency_wait
   SharedLayout shared;
   // Of the prefill plan.
   uint8_t* gathered;     // token tiles, gather_kernel.cuh; on FP8 tiles sorted rows of x

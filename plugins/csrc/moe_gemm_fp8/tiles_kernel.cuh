@@ -245,8 +245,9 @@ __global__ void __launch_bounds__(S::kThreads, 1)
     table.rows[row].codes = make_uint2(kTileCodes.words[row][0], kTileCodes.words[row][1]);
   }
   barrier_init_fence();
-  dependency_wait();
-  dependents_launch();
+  // GATE_UP stands behind the kernel that sorts rows, which waited for offsets. The warp that
+  // copies tokens waits in any case.
+  if (!S::kGate && !p.routing_ready) dependency_wait();
   TileTables(memory.tables(), p.experts).fill(p);
   if constexpr (S::kShare > 1) cluster_sync();
   const int warp_of_all = __shfl_sync(0xFFFFFFFFu, threadIdx.x / 32, 0);

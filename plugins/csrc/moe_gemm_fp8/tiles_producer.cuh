@@ -368,13 +368,15 @@ __device__ __forceinline__ void copy_record(const Params& p, const TileMemory<S>
   }
 }
 
-// One warp: tokens, scales, weights.
+// One warp: tokens, scales, weights. Tokens are what the kernel ahead makes: it is waited for here.
 template <typename S>
 __device__ inline void produce_stages(const Params& p, const TileMemory<S>& memory,
                                       const CUtensorMap& map) {
   const int rank = S::kShare > 1 ? static_cast<int>(cluster_rank()) : 0;
   RingPlace<S::kStages> place;
   RingPlace<kItemSlots> slots;
+  dependency_wait();
+  dependents_launch();
   for (;; slots.step()) {
     barrier_wait(memory.item_full(slots.stage), slots.parity);
     const TileItem item = uniform_item(memory.slot(slots.stage).item);
