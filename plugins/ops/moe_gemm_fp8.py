@@ -1,8 +1,8 @@
 """moe_gate_up and moe_down on Hopper: torch tensors to calls of libgptoss_trt.so (layout sm90_v1).
 
-Invariant: a call allocates nothing after its first of a kind (workspaces are kept by stream, shape and plan), so it can
-be captured in a CUDA graph once it has run eagerly. A call without options of its own follows the plan (plan.py). Must
-not know layers or engines.
+Invariant: a call allocates nothing after one of its kind of as many tokens (workspaces are kept by stream, shape and
+plan, and serve calls of fewer tokens), so it can be captured in a CUDA graph once it has run eagerly. A call without
+options of its own follows the plan (plan.py). Must not know layers or engines.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEFAULT = Options(flags=library.DEPENDENT_LAUNCH)
 
 @dataclass(frozen=True)
 class _Shape:
-    """What the layout of a workspace depends on."""
+    """What the layout of a workspace depends on, but for the tokens that it serves."""
 
     product: Product
     storage: Storage
@@ -49,14 +49,15 @@ class _Shape:
     top_k: int
     n: int
     k: int
-    max_tokens: int
     options: Options
 
 
 # By stream: the offsets of its last moe_gate_up, until moe_down takes them. Whatever runs behind that product began
 # after its wait, and so after the routing was written: moe_down need not wait for it (ROUTING_READY).
 _routed: dict[int, int] = {}
-_workspaces: dict[tuple[_Shape, torch.device, int], torch.Tensor] = {}
+# For each kind of call the workspaces of its sizes, by the tokens that they serve, the last one the largest. A graph
+# may have been captured with any of them.
+_workspaces: dict[tuple[_Shape, torch.device, int], dict[int, torch.Tensor]] = {}
 
 
 def moe_gate_up(
@@ -150,7 +151,6 @@ def _shape(
     if layout not in (LAYOUT, TILES):
         raise LayoutError(f"the CUDA expert product reads layout {LAYOUT} or {TILES}, not {layout!r}")
     top_k, n, k, tokens = sizes
-    most = 1 << max(0, tokens - 1).bit_length()  # few sizes of workspace, whatever the batch
     storage = storage_of(weight, n, k) if layout == LAYOUT else _tiles_of(weight, n, k)
     experts = weight.shape[0]
     fixed = replace(options, flags=0)  # flags do not change a workspace
@@ -158,7 +158,7 @@ def _shape(
         widths = (k, n // 2) if product is Product.GATE_UP else (n, k)  # hidden, intermediate
         choices = plan.choices("experts", (storage.name.lower(), experts, *widths))
         fixed = fixed if choices is None else Options(_PLANS[choices.at(tokens)])
-    return _Shape(product, storage, _SCALE_MODES[group], out_dtype, experts, top_k, n, k, most, fixed)
+    return _Shape(product, storage, _SCALE_MODES[group], out_dtype, experts, top_k, n, k, fixed)
 
 
 def _arguments(shape: _Shape, tokens: int) -> MoeGemmArgs:
@@ -174,18 +174,19 @@ def _arguments(shape: _Shape, tokens: int) -> MoeGemmArgs:
         top_k=shape.top_k,
         n=shape.n,
         k=shape.k,
-        max_tokens=shape.max_tokens,
     )
 
 
 def _launch(shape: _Shape, args: MoeGemmArgs, device: torch.device, stream: int, flags: int) -> None:
     loaded = library.load()
-    key = (shape, device, stream)
-    workspace = _workspaces.get(key)
-    fresh = workspace is None
-    if workspace is None:
+    made = _workspaces.setdefault((shape, device, stream), {})
+    args.max_tokens = next(reversed(made), 0)
+    fresh = not made or args.max_tokens < args.tokens
+    if fresh:
+        args.max_tokens = 1 << max(0, args.tokens - 1).bit_length()  # few sizes, whatever the batch
         size = loaded.moe_gemm_workspace(args)
-        workspace = _workspaces[key] = torch.empty(size, dtype=torch.uint8, device=device)
+        made[args.max_tokens] = torch.empty(size, dtype=torch.uint8, device=device)
+    workspace = made[args.max_tokens]
     args.flags = flags
     args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
     with torch.cuda.device(device):

@@ -35,6 +35,7 @@ from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
 from gptoss_trt.runtime.engine.speculation.load import TappedHead, load_draft, make_speculation, split_memory
+from gptoss_trt.runtime.engine.step_memory import head_bytes, left_to_steps, step_bytes
 from gptoss_trt.runtime.engine.steps import Model, StepRunner
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.launch import settings
@@ -45,7 +46,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 CPU_KV_SHARE = 0.125  # of the memory that is free, when kv_bytes is not given
-CUDA_KV_SHARE = 0.85
 CPU_KV_BYTES = 256 << 20  # a cache fills up in time, prefixes being kept: this is memory that a CPU engine grows to
 
 
@@ -173,9 +173,10 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     model: Model = GraphedModel(loaded) if device == "cuda" else loaded
     chosen = options.resolved(device)
     draft = load_draft(chosen, engine_dir, loaded, device)
-    copy_experts(loaded, options)
-    shapes = _cache_shapes(model, draft, chosen)
-    kv_bytes = options.kv_bytes or _default_kv_bytes([shape for shape in shapes if shape is not None], device)
+    shapes = [shape for shape in _cache_shapes(model, draft, chosen) if shape is not None]
+    steps = _steps_bytes(model, draft, chosen)
+    copy_experts(loaded, options, steps + (options.kv_bytes or _context_bytes(shapes)))
+    kv_bytes = options.kv_bytes or (_cuda_kv_bytes(steps) if device == "cuda" else _cpu_kv_bytes(shapes))
     compiler = LlguidanceCompiler(model.config.vocab_size)
     try:
         core = ModelCore(model, options, kv_bytes=kv_bytes, device=device, guide_compiler=compiler, draft=draft)
@@ -186,6 +187,9 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
             began = time.monotonic()
             graphs = graphed.warm(rows, chosen.step_tokens)
             log.info("%d graphs in %.1f s", graphs, time.monotonic() - began)
+    if device == "cuda":
+        free = torch.cuda.mem_get_info()[0] / (1 << 30)
+        log.info("%.2f GiB free behind caches and graphs, %.2f were kept for steps", free, steps / (1 << 30))
     return GuidedCore(core, compiler)
 
 
@@ -252,10 +256,27 @@ def _default_threads() -> int:
     return min(wanted, max(1, (os.cpu_count() or 1) - 1))
 
 
-def _default_kv_bytes(shapes: list[CacheShape], device: str) -> int:
-    """On a GPU most of what is free; on a CPU what one whole context takes, within a share of what is free."""
-    if device == "cuda":
-        free, _total = torch.cuda.mem_get_info()
-        return int(free * CUDA_KV_SHARE)
+def _steps_bytes(model: Model, draft: Model | TappedHead | None, options: EngineOptions) -> int:
+    """What steps of the model, and of what drafts for it, take on a GPU."""
+    size = step_bytes(model.config, options)
+    if isinstance(draft, TappedHead):
+        return size + head_bytes(draft.head.config, options)
+    return size if draft is None else size + step_bytes(draft.config, options)
+
+
+def _context_bytes(shapes: list[CacheShape]) -> int:
+    """Caches that hold one whole context."""
+    return sum(shape.one_context_bytes for shape in shapes)
+
+
+def _cuda_kv_bytes(steps_bytes: int) -> int:
+    """What is free, less what steps take."""
+    torch.cuda.empty_cache()
+    free, _total = torch.cuda.mem_get_info()
+    return free - left_to_steps(steps_bytes, free)
+
+
+def _cpu_kv_bytes(shapes: list[CacheShape]) -> int:
+    """What one whole context takes, within a share of what is free."""
     wanted = sum(max(CPU_KV_BYTES, shape.one_context_bytes) for shape in shapes)
     return min(wanted, int(psutil.virtual_memory().available * CPU_KV_SHARE))

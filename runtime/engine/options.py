@@ -36,7 +36,7 @@ class EngineOptions:
     """Counts unless a name says bytes. 0 and empty mean: chosen by the engine. `serve --help` shows the purposes."""
 
     block_tokens: int = _option(0, "tokens of a KV block, at most 64 (GPU: 64, CPU: 16)")
-    kv_bytes: int = _option(0, "memory of the KV cache (GPU: most of what is free)")
+    kv_bytes: int = _option(0, "memory of the KV cache (GPU: what steps leave free)")
     max_batch: int = _option(0, "sequences in one step (GPU: 256, CPU: 64)")
     max_queue: int = _option(1024, "requests that may wait (1024)")
     step_tokens: int = _option(0, "tokens in one step, of all sequences (GPU: 2048, CPU: 128)")

@@ -48,6 +48,7 @@ from gptoss_trt.runtime.engine.speculation.speculator import Speculator
 from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan, Work
 from gptoss_trt.runtime.engine.waiting import WaitingQueue
 
+PROMPT_LOGPROB_STEP_ROWS = 256  # of all chunks of a step
 PROMPT_LOGPROB_ROWS = 64  # rows of logits that one prompt chunk may ask for: 64 x 201,088 fp32 are 51 MB
 
 
@@ -250,13 +251,14 @@ class Scheduler:
         count = min(sequence.pending, self._left(plan))
         wants_rows = sequence.lacks_prompt_logprobs
         if wants_rows:
-            count = min(count, PROMPT_LOGPROB_ROWS)
+            count = min(count, PROMPT_LOGPROB_ROWS, PROMPT_LOGPROB_STEP_ROWS - plan.logprob_rows)
         count = self._cache.longest_extension(sequence, count)
         if count <= 0 or not self._cache.extend(sequence, count):
             return False
         complete = count == sequence.pending
         self._add(plan, sequence, count, count if wants_rows else int(complete))
         plan.prompt_tokens += count
+        plan.logprob_rows += count if wants_rows else 0
         return True
 
     def _admit(self, plan: StepPlan, now_ns: int) -> None:

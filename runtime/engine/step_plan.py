@@ -43,9 +43,11 @@ class Outcome(NamedTuple):
 
 @dataclass
 class StepPlan:
-    """The work of one step: tokens in all, those of prompts, and those kept for a long prompt while it is planned."""
+    """The work of one step: tokens in all, those of prompts, rows of logits for prompts' log-probabilities, and tokens
+    kept for a long prompt while it is planned."""
 
     work: list[Work] = field(default_factory=list)
     tokens: int = 0
     prompt_tokens: int = 0
+    logprob_rows: int = 0
     reserved: int = 0

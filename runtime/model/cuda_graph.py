@@ -7,7 +7,8 @@ one whose tokens it wants, never for the stream. On a CPU the same steps run wit
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -128,6 +129,21 @@ class StepGraphs:
             return None
         return GraphShape(*size, self._buffers.full_width)
 
+    @contextlib.contextmanager
+    def eagerly(self) -> Iterator[None]:
+        """A step without a graph runs in here: on the stream of captures, in the same workspaces and memory as the
+        eager run ahead of each, behind all that was handed to the current stream, which then goes on behind it."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
     @torch.inference_mode()
     def launch(self, batch: StepBatch, draws: Draws, shape: GraphShape | None = None) -> Launched:
         """Starts a step whose batch lies in host memory and has a shape; it ends with a token for each row of its
@@ -190,7 +206,8 @@ class StepGraphs:
         """The last step once more, eagerly, with the inputs that still are in its buffers: logits [padded R,
         vocabulary] or, where it kept none, tokens int32 [padded R], as that step gave. For measuring and comparing."""
         graph = self._last_graph()
-        output = self._step(graph.ends, graph.shape)
+        with self.eagerly():
+            output = self._step(graph.ends, graph.shape)
         return output if graph.ends.logits else output[int(graph.shape.turn)].clone()  # reading it waits
 
     @property
@@ -225,8 +242,9 @@ class StepGraphs:
         ends = _Ends(draws or not shape.decodes, not draws or not shape.decodes)
         key = (ends, shape)
         if key not in self._graphs:
-            if ends.logits and self._logits is None:
-                self._logits = torch.empty((MAX_ROWS, self._vocabulary), dtype=torch.float32, device=self._device)
+            if ends.logits and (self._logits is None or len(self._logits) < shape.sequences):
+                size = (shape.sequences, self._vocabulary)  # the graphs of fewer sequences keep theirs
+                self._logits = torch.empty(size, dtype=torch.float32, device=self._device)
             views = self._buffers.shape(shape)
             self._graphs[key] = _Graph(ends, views, *self._capture(ends, views))
         return self._graphs[key]

@@ -76,10 +76,12 @@ class GraphedModel:
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Logits fp32 [R, vocab] on the model's device of a batch in host memory; the next call may overwrite them."""
-        shape = None if self.graphs is None else self.graphs.shape_for(batch)
-        if self.graphs is not None and shape is not None:
-            return self.graphs.logits(batch, shape)
-        return self.model.forward(self._moved(batch), ends_only=self._leaves_out(batch))
+        graphs = self._made()
+        shape = graphs.shape_for(batch)
+        if shape is not None:
+            return graphs.logits(batch, shape)
+        with graphs.eagerly():
+            return self.model.forward(self._moved(batch), ends_only=self._leaves_out(batch))
 
     @property
     def most_draws(self) -> int:
@@ -94,10 +96,12 @@ class GraphedModel:
         shape = graphs.shape_for(batch)
         if shape is not None:
             return graphs.launch(batch, draws, shape)
-        moved = self._moved(batch)
-        if draws.source is not None:
-            graphs.feed(moved.token_ids, draws.source)
-        return graphs.draw(self.model.forward(moved, ends_only=self._leaves_out(batch)), draws)
+        with graphs.eagerly():
+            moved = self._moved(batch)
+            if draws.source is not None:
+                graphs.feed(moved.token_ids, draws.source)
+            logits = self.model.forward(moved, ends_only=self._leaves_out(batch))
+        return graphs.draw(logits, draws)
 
     def launch_with(self, logits: torch.Tensor, draws: Draws) -> Launched:
         """The end of a launched step whose logits, fp32 [R, vocabulary] on the model's device, come from elsewhere."""

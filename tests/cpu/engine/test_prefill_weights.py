@@ -14,21 +14,24 @@ GIB = 1 << 30
 
 
 @pytest.mark.parametrize(
-    ("options", "all_gib", "gib"),
+    ("options", "kept_gib", "all_gib", "gib"),
     [
-        ({}, 18, 18),
-        ({}, 26, 0),  # a part of the layers gains less than the cache loses
-        ({"kv_bytes": 20 * GIB}, 107, 65),  # what the cache and steps leave
-        ({"kv_bytes": 90 * GIB}, 18, 0),
-        ({"prefill_weights": "none"}, 18, 0),
-        ({"prefill_weights": "2.5"}, 18, 2.5),
-        ({"prefill_weights": "200"}, 107, 85),
-        ({"prefill_weights": "30", "kv_bytes": 60 * GIB}, 107, 25),
-        ({"deterministic": True}, 18, 0),
+        ({}, 10, 18, 18),
+        ({}, 10, 26, 0),  # a part of the layers gains less than the cache loses
+        ({}, 90, 18, 0),
+        ({"kv_bytes": 20 * GIB}, 22, 107, 78),  # what the cache and steps leave
+        ({"kv_bytes": 90 * GIB}, 92, 18, 8),
+        ({"kv_bytes": 110 * GIB}, 112, 18, 0),
+        ({"prefill_weights": "none"}, 10, 18, 0),
+        ({"prefill_weights": "2.5"}, 10, 18, 2.5),
+        ({"prefill_weights": "200"}, 8, 107, 92),
+        ({"prefill_weights": "30", "kv_bytes": 60 * GIB}, 75, 107, 25),
+        ({"deterministic": True}, 10, 18, 0),
     ],
 )
-def test_memory_of_copies(options: dict[str, Any], all_gib: int, gib: float) -> None:
-    assert copies_bytes(EngineOptions(**options), 100 * GIB, all_gib * GIB) == int(gib * GIB)
+def test_memory_of_copies(options: dict[str, Any], kept_gib: int, all_gib: int, gib: float) -> None:
+    size = copies_bytes(EngineOptions(**options), 100 * GIB, kept_gib * GIB, all_gib * GIB)
+    assert size == int(gib * GIB)
 
 
 @pytest.mark.parametrize("given", ["some", "-1", "nan", ""])

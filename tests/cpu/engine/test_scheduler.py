@@ -10,7 +10,12 @@ import pytest
 from gptoss_trt.runtime.engine.kv_cache import KvCache
 from gptoss_trt.runtime.engine.messages import IDS, Error, Finished, Guide, Sampling, Submit, Tokens
 from gptoss_trt.runtime.engine.metrics import Statistics
-from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
+from gptoss_trt.runtime.engine.scheduler import (
+    PROMPT_LOGPROB_ROWS,
+    PROMPT_LOGPROB_STEP_ROWS,
+    Scheduler,
+    SchedulerLimits,
+)
 from gptoss_trt.runtime.engine.step_plan import Outcome, StepPlan
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.engine.waiting import AGING_NS
@@ -321,6 +326,15 @@ def test_stops_are_counted_from_min_tokens_on() -> None:
     bench.finish()
     lengths = {e.request_id: (e.reason, e.usage.completion_tokens) for e in bench.events if isinstance(e, Finished)}
     assert lengths == {"id": ("stop", 1), "sequence": ("stop", 3), "late": ("stop", 5)}
+
+
+def test_log_probabilities_of_prompts_share_the_rows_of_a_step() -> None:
+    bench = Bench(blocks=1000, batch=20, step_tokens=4000)
+    for name in "abcdefghijkl":
+        bench.submit(name, 100, prompt_logprobs=0)
+    first = bench.step()
+    assert set(first.values()) == {PROMPT_LOGPROB_ROWS} and sum(first.values()) == PROMPT_LOGPROB_STEP_ROWS
+    assert len(bench.finish()) == 12
 
 
 def test_an_empty_plan_without_requests() -> None:

@@ -118,6 +118,16 @@ def test_a_workspace_is_prepared_once_for_few_sizes(recorder: Recorder) -> None:
     assert recorder.prepared == 3
 
 
+def test_the_largest_workspace_serves_calls_of_fewer_tokens(recorder: Recorder) -> None:
+    for tokens in (8, 600, 3, 1024, 1025):
+        gate_up(tokens)
+    assert [args.max_tokens for args in recorder.calls] == [8, 1024, 1024, 1024, 2048]
+    assert [args.workspace_bytes for args in recorder.calls] == [64 * args.max_tokens for args in recorder.calls]
+    first, *others = [args.workspace for args in recorder.calls]
+    assert others[0] == others[1] == others[2] != first  # one stays for graphs that were captured with it
+    assert recorder.prepared == 3
+
+
 def test_down_reads_ahead_only_behind_its_own_gate_up(recorder: Recorder) -> None:
     dependent, both = library.DEPENDENT_LAUNCH, library.DEPENDENT_LAUNCH | library.ROUTING_READY
     down(2)
