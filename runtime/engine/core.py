@@ -23,6 +23,9 @@ class EngineCore(Protocol):
     def cancel(self, key: RequestKey) -> None:
         """Ends a request at the next step with what it has; an unknown key is ignored."""
 
+    def begin(self) -> None:
+        """Starts what the next `step` waits for, as far as it can be started; `step` does without."""
+
     def step(self) -> list[tuple[RequestKey, Event]]:
         """One step: the new tokens and ends of all requests, a request's tokens before its end."""
 

@@ -67,6 +67,11 @@ class GuidedCore:
     def has_work(self) -> bool:
         return bool(self._pending or self._events) or self._core.has_work()
 
+    def begin(self) -> None:
+        self._admit()
+        if self._core.has_work():
+            self._core.begin()
+
     def step(self) -> list[tuple[RequestKey, Event]]:
         self._admit()
         if self._pending and not self._events and not self._core.has_work():

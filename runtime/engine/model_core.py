@@ -108,6 +108,9 @@ class ModelCore:
     def has_work(self) -> bool:
         return self._scheduler.has_work
 
+    def begin(self) -> None:
+        self._pipeline.begin()
+
     def step(self) -> list[tuple[RequestKey, Event]]:
         stepped = self._pipeline.step()
         events = self._scheduler.take_events()

@@ -30,14 +30,21 @@ class Pipeline:
         self._runs_ahead = runs_ahead
         self._clock_ns = clock_ns
         self._flight: Flight | None = None
+        self._planned: StepPlan | None = None  # and to be run in series
+
+    def begin(self) -> None:
+        """Plans a step where none is planned, and launches it if it can be."""
+        if self._flight is None and self._planned is None:
+            plan = self._scheduler.plan(self._clock_ns())
+            self._flight = self._runner.launch(plan, None)
+            self._planned = plan if self._flight is None else None
 
     def step(self) -> bool:
         """Brings the oldest planned step to its end; whether there was one."""
+        self.begin()
         if self._flight is None:
-            plan = self._scheduler.plan(self._clock_ns())
-            self._flight = self._runner.launch(plan, None)
-            if self._flight is None:
-                return self._run(plan)
+            plan, self._planned = self._planned, None
+            return plan is not None and self._run(plan)
         flight, self._flight = self._flight, self._launch_ahead(self._flight) if self._runs_ahead else None
         self._scheduler.prepare_commit(flight.plan)
         outcomes = self._runner.collect(flight)

@@ -100,6 +100,9 @@ class ScriptedCore:
     def has_work(self) -> bool:
         return bool(self._waiting or self._active or self._events or self._cancelled)
 
+    def begin(self) -> None:
+        """A step is all that there is."""
+
     def step(self) -> list[tuple[RequestKey, Event]]:
         self._end_cancelled_and_late()
         self._admit()

@@ -3,12 +3,14 @@
 Invariant: a request lives no longer than its connection, and the process no longer than `idle_timeout_s` after the last
 connection. Connections belong to whoever holds the server's lock: the thread that calls `serve` while it handles what
 came in, the engine's loop while it sends a step's events, which so wait for no other thread to wake. A loop that finds
-the lock taken, or whose events are long to pack, leaves them in a queue, wakes the server's thread and goes on. Must
-not know the scheduler or the model.
+the lock taken, or whose events are long to pack, leaves them in a queue, wakes the server's thread and goes on. A loop
+without work reads what comes in itself, and the server's thread stands aside until the next step is launched: a request
+to an idle engine wakes one thread, not two. Must not know the scheduler or the model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import selectors
@@ -66,9 +68,11 @@ class EngineServer:
         self._alone_since = self._started
         self._arrived: deque[Callable[[], None]] = deque()  # what is to be done with connections, in this order
         self._lock = threading.Lock()  # of connections
-        self._selector = selectors.DefaultSelector()
+        self.clients = selectors.DefaultSelector()  # the listener and connections, and what disturbs the loop's rest
         self._wake_in, self._wake_out = socket.socketpair()
-        self._loop = EngineLoop(load, self._deliver_soon, self._loop_failed)
+        for end in (self._wake_in, self._wake_out):
+            end.setblocking(False)
+        self._loop = EngineLoop(load, self._deliver_soon, self._loop_failed, _Reading(self))
         self._failure: str | None = None
         self._stopping = False
         self._listener: socket.socket
@@ -78,7 +82,7 @@ class EngineServer:
     def stop(self) -> None:
         """Ends `serve`. Safe in a signal handler and in any thread."""
         self._stopping = True
-        self._wake()
+        self.wake()
 
     def _soon(self, call: Callable[[], None], *, here: bool = True) -> None:
         """Does it now, behind what waits already, or leaves it to the server's thread: when that is at work, and where
@@ -90,9 +94,18 @@ class EngineServer:
             finally:
                 self._lock.release()
         else:
-            self._wake()
+            self.wake()
 
-    def _wake(self) -> None:
+    def read_here(self, timeout_s: float | None = None) -> None:
+        """Waits until something comes in, and handles it."""
+        came = self.clients.select(timeout_s)
+        with self._lock:
+            for ready, mask in came:
+                ready.data(mask)
+            self._run_arrived()
+
+    def wake(self) -> None:
+        """Makes the server's thread look around."""
         try:
             self._wake_out.send(b"!")
         except BlockingIOError:
@@ -104,23 +117,22 @@ class EngineServer:
 
     def _loop_failed(self, reason: str) -> None:
         self._failure = reason
-        self._wake()
+        self.wake()
 
     # -- the server's thread ------------------------------------------------------------------------------------------
 
     def serve(self) -> str | None:
         """Serves until stopped, alone for too long, or failed. Returns None, or why the engine failed."""
-        for end in (self._wake_in, self._wake_out):
-            end.setblocking(False)
-        self._selector.register(self._wake_in, selectors.EVENT_READ, lambda _mask: self._drain_wake())
+        waits, aside = _selector_of(self._wake_in, self.clients), _selector_of(self._wake_in)
         self._open_listener()
         self._loop.start()
         try:
             while not self._stopping and self._failure is None:
-                came = self._selector.select(TICK_S)
+                (aside if self._loop.rests else waits).select(TICK_S)
+                self._drain_wake()
+                if not self._loop.rests:
+                    self.read_here(0)
                 with self._lock:
-                    for ready, mask in came:
-                        ready.data(mask)
                     self._run_arrived()
                     self._look_at_timers()
                     if self._alone_too_long() and not self._take_last_chance():
@@ -148,11 +160,11 @@ class EngineServer:
             os.umask(before)
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)
-        self._selector.register(self._listener, selectors.EVENT_READ, lambda _mask: self._accept())
+        self.clients.register(self._listener, selectors.EVENT_READ, lambda _mask: self._accept())
 
     def _close_listener(self) -> None:
         if self._listener.fileno() >= 0:
-            self._selector.unregister(self._listener)
+            self.clients.unregister(self._listener)
             self._listener.close()
 
     def _drain_wake(self) -> None:
@@ -181,7 +193,7 @@ class EngineServer:
         connection = Connection(peer, self._next_number)
         self._next_number += 1
         self._connections[connection.number] = connection
-        self._selector.register(peer, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
+        self.clients.register(peer, selectors.EVENT_READ, lambda mask: self._ready(connection, mask))
         hello = Hello(PROTOCOL_VERSION, os.getpid(), connection.number)
         connection.queue_frame(frames.encode(FrameType.HELLO, hello))
         self._flush(connection)
@@ -290,8 +302,8 @@ class EngineServer:
             self._drop(connection)
             return
         mask = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.wants_to_write else 0)
-        if self._selector.get_key(connection.socket).events != mask:
-            self._selector.modify(connection.socket, mask, self._selector.get_key(connection.socket).data)
+        if self.clients.get_key(connection.socket).events != mask:
+            self.clients.modify(connection.socket, mask, self.clients.get_key(connection.socket).data)
 
     def _fail_connection(self, connection: Connection, code: ErrorCode, message: str) -> None:
         log.warning("connection %d: %s", connection.number, message)
@@ -308,7 +320,7 @@ class EngineServer:
         if self._connections.pop(connection.number, None) is None:
             return
         self._cancel_all(connection)
-        self._selector.unregister(connection.socket)
+        self.clients.unregister(connection.socket)
         connection.socket.close()
         if not self._connections:
             self._alone_since = time.monotonic()
@@ -340,6 +352,42 @@ class EngineServer:
         for connection in list(self._connections.values()):
             connection.fail(Error(None, "UNAVAILABLE", reason), time.monotonic())
             self._flush(connection)
+
+
+class _Reading:
+    """What the loop does without work: it reads for the server."""
+
+    def __init__(self, server: EngineServer) -> None:
+        self._server = server
+        self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        server.clients.register(self._event, selectors.EVENT_READ, lambda _mask: self._calm())
+        self._begun = False
+
+    def take(self) -> None:
+        if not self._begun:
+            self._begun = True
+            self._server.wake()  # it waits for the same, and is to stand aside
+        self._server.read_here()
+
+    def disturb(self) -> None:
+        os.eventfd_write(self._event, 1)
+
+    def end(self) -> None:
+        if self._begun:
+            self._begun = False
+            self._server.wake()
+
+    def _calm(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the other thread saw it too
+            os.eventfd_read(self._event)
+
+
+def _selector_of(*sources: Any) -> selectors.BaseSelector:
+    """Waits for any of `sources` to be readable; a selector is when one of its own is."""
+    selector = selectors.DefaultSelector()
+    for source in sources:
+        selector.register(source, selectors.EVENT_READ)
+    return selector
 
 
 def _has_logprobs(addressed: tuple[RequestKey, Event]) -> bool:

@@ -61,6 +61,9 @@ class TracedCore:
     def stats(self) -> dict[str, Any]:
         return self._core.stats()
 
+    def begin(self) -> None:
+        self._core.begin()
+
     def step(self) -> list[tuple[RequestKey, Event]]:
         events = self._core.step()
         for key, event in events:

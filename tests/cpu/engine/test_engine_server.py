@@ -9,7 +9,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 
 from gptoss_trt.runtime.engine import connection, frames
 from gptoss_trt.runtime.engine.connection import PENDING_TOKEN_LIMIT
+from gptoss_trt.runtime.engine.core import RequestKey
 from gptoss_trt.runtime.engine.frames import FrameReader, FrameType, Hello
 from gptoss_trt.runtime.engine.location import EngineHome, LocationError, peer_uid, socket_address
 from gptoss_trt.runtime.engine.messages import (
@@ -190,6 +191,58 @@ def test_a_loop_that_finds_the_server_at_work_goes_on_and_its_events_are_sent(
                 time.sleep(0.01)  # steps of 1 ms go on meanwhile
     assert seen == [5] * len(seen) and len(seen) == 4000 * 100
     assert {"engine-loop", "server"} == set(threads)
+
+
+def test_a_loop_without_work_reads_itself_and_the_server_while_it_works(tmp_path: Path) -> None:
+    readers: list[str] = []
+    begun, ends = threading.Event(), threading.Event()
+
+    class Core(ScriptedCore):
+        def submit(self, key: RequestKey, submit: Submit, arrival_ns: int) -> None:
+            readers.append(threading.current_thread().name)
+            super().submit(key, submit, arrival_ns)
+
+        def step(self) -> list[tuple[RequestKey, Event]]:
+            begun.set()
+            ends.wait(5)
+            return super().step()
+
+    class Server(EngineServer):
+        def _submit(self, connection: connection.Connection, submit: Submit) -> None:
+            readers.append(threading.current_thread().name)
+            super()._submit(connection, submit)
+
+    server = Server(tmp_path / "s.sock", lambda: Core(ScriptedEngine(step_ms=0)), idle_timeout_s=30)
+    thread = threading.Thread(target=server.serve, name="server")
+    thread.start()
+    wait_until_it_listens(tmp_path / "s.sock")
+    peer = Raw(tmp_path / "s.sock").greet()
+    for turn in range(3):
+        wait_for(lambda: server._loop.rests)
+        begun.clear(), ends.clear()
+        peer.send(FrameType.SUBMIT, Submit(f"first {turn}", (1,), 1))
+        assert begun.wait(5)
+        peer.send(FrameType.HEALTH, [turn])
+        assert peer.next()[0] is FrameType.HEALTH  # while the loop is in its step
+        peer.send(FrameType.SUBMIT, Submit(f"second {turn}", (1,), 1))
+        wait_for(lambda: len(readers) == 3)
+        ends.set()
+        assert (
+            sorted(kind for kind, _ in (peer.next() for _ in range(4)))
+            == [FrameType.TOKENS] * 2 + [FrameType.FINISHED] * 2
+        )
+        assert readers == ["engine-loop", "engine-loop", "server", "engine-loop"]
+        readers.clear()
+    server.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.001)
 
 
 def test_what_waits_for_the_server_is_done_first(tmp_path: Path) -> None:

@@ -24,6 +24,9 @@ class Core:
     def has_work(self) -> bool:
         return bool(self.waiting)
 
+    def begin(self) -> None:
+        self.done.append("begin")
+
     def step(self) -> list[Any]:
         self.done.append("step")
         key = self.waiting.pop(0)
@@ -46,4 +49,4 @@ def test_a_core_settles_behind_the_events_of_each_step() -> None:
     while done.count("settle") < 2:
         time.sleep(0.001)
     loop.stop(5)
-    assert done == ["step", "events", "settle", "step", "settle"]
+    assert done == ["begin", "step", "events", "settle", "begin", "step", "settle"]

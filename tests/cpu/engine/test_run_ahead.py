@@ -120,6 +120,8 @@ class Bench:
 
     def step(self) -> None:
         self.now_ms += 1
+        if self.now_ms % 2:
+            self.core.begin()  # it changes nothing
         for (_, name), event in self.core.step():
             self._take(name, event)
 
@@ -158,6 +160,18 @@ def both(load: Any, **fields: Any) -> tuple[Bench, Bench]:
     assert ahead.answers() == serial.answers()
     assert serial.model.most == 1 and serial.model.fed == 0
     return serial, ahead
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_begun_step_is_launched_and_the_next_ends_it(ahead: bool) -> None:
+    bench = Bench(ahead)
+    bench.submit("r", (1, 2, 3))
+    for _ in range(2):
+        bench.core.begin()
+        assert bench.model.under_way == 1
+    bench.step()
+    assert len(bench.ids["r", 0]) == 1
+    bench.run()
 
 
 @pytest.mark.parametrize("ahead", [False, True])
