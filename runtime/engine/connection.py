@@ -23,7 +23,8 @@ from gptoss_trt.runtime.engine.frames import (
 )
 from gptoss_trt.runtime.engine.messages import Error, Event, Finished, TokenLogprobs, Tokens
 
-READ_BYTES = 1 << 18
+READ_BYTES = 1 << 16  # at once: more is memory that malloc maps and unmaps each time
+SEND_BYTES = 1 << 18
 PENDING_TOKEN_LIMIT = 1 << 20  # tokens (and log-probability entries) that may wait for a slow client: about 64 MB
 FRAME_ITEM_LIMIT = 1 << 17  # tokens put into one frame, so that a frame stays far below its byte limit
 
@@ -141,7 +142,7 @@ class Connection:
             for frame in self._pending.frames():
                 self._outgoing += frame
         try:
-            sent = self.socket.send(memoryview(self._outgoing)[:READ_BYTES]) if self._outgoing else 0
+            sent = self.socket.send(memoryview(self._outgoing)[:SEND_BYTES]) if self._outgoing else 0
         except BlockingIOError:
             return True
         except OSError:

@@ -134,21 +134,26 @@ class FrameReader:
 
     def feed(self, data: bytes) -> Iterator[tuple[FrameType, bytes]]:
         """Yields each frame that `data` completes. Raises FrameError for an unknown type or a length over the limit."""
+        if not self._buffer:
+            whole = self._next(data)
+            if whole is not None and HEADER.size + len(whole[1]) == len(data):  # as nearly always
+                yield whole
+                return
         self._buffer += data
-        while (frame := self._next()) is not None:
+        while (frame := self._next(self._buffer)) is not None:
+            del self._buffer[: HEADER.size + len(frame[1])]
             yield frame
 
-    def _next(self) -> tuple[FrameType, bytes] | None:
-        if len(self._buffer) < HEADER.size:
+    def _next(self, data: bytes | bytearray) -> tuple[FrameType, bytes] | None:
+        """The frame that `data` begins with, if all of it is there."""
+        if len(data) < HEADER.size:
             return None
-        length, number = HEADER.unpack_from(self._buffer)
+        length, number = HEADER.unpack_from(data)
         kind = _KINDS.get(number)
         if kind is None:
             raise FrameError(f"unknown frame type {number}")
         if length > self.limit:
             raise FrameError(f"a {kind.name} frame of {length} bytes is over the limit of {self.limit}")
-        if len(self._buffer) < HEADER.size + length:
+        if len(data) < HEADER.size + length:
             return None
-        body = bytes(memoryview(self._buffer)[HEADER.size : HEADER.size + length])
-        del self._buffer[: HEADER.size + length]
-        return kind, body
+        return kind, bytes(memoryview(data)[HEADER.size : HEADER.size + length])

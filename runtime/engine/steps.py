@@ -204,7 +204,7 @@ def _tokens(works: list[Work], starts: list[int]) -> Ints:
     """The ids of all works, one behind the other from `starts` on."""
     tokens = np.empty(starts[-1], np.int32)
     for work, start in zip(works, starts, strict=False):
-        known = work.sequence.tokens[work.start : work.start + work.count]
+        known = memoryview(work.sequence.tokens)[work.start : work.start + work.count]
         end = start + len(known)
         tokens[start:end] = known
         tokens[end : start + work.count] = AWAITED  # one at most

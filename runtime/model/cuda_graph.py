@@ -115,10 +115,10 @@ class StepGraphs:
 
     def shape_for(self, batch: StepBatch) -> GraphShape | None:
         """The shape of the graph that serves a batch in host memory, None where none does."""
-        sequences = len(batch.context_lens)
+        sequences = batch.context_lens.numel()
         if is_decode(batch):
             return GraphShape(padded_rows(sequences), padded_rows(sequences), padded_width(batch.full_blocks.shape[1]))
-        shape = self.prompt_shape(len(batch.token_ids), sequences)
+        shape = self.prompt_shape(batch.token_ids.numel(), sequences)
         return shape if shape is not None and is_ends_only(batch) else None
 
     def prompt_shape(self, tokens: int, sequences: int) -> GraphShape | None:

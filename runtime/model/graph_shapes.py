@@ -84,10 +84,10 @@ def prompt_sizes(most_tokens: int, most_sequences: int) -> list[tuple[int, int]]
 def is_decode(batch: StepBatch) -> bool:
     """Whether a batch in host memory is what a decode graph can run: one new token a sequence, a row of logits for
     each."""
-    sequences = len(batch.context_lens)
+    sequences = batch.context_lens.numel()
     return (
         0 < sequences <= MAX_ROWS
-        and len(batch.token_ids) == len(batch.logits_rows) == sequences
+        and batch.token_ids.numel() == batch.logits_rows.numel() == sequences
         and _one_each(batch.query_start.numpy())
     )
 
@@ -95,6 +95,8 @@ def is_decode(batch: StepBatch) -> bool:
 def is_ends_only(batch: StepBatch) -> bool:
     """Whether the rows of logits of a batch in host memory all are the last tokens of their sequences, each of which
     has one."""
+    if batch.context_lens.numel() == batch.logits_rows.numel() == 1:  # a prompt alone, ahead of whose work nothing runs
+        return int(batch.logits_rows) + 1 == batch.token_ids.numel()
     starts = batch.query_start.numpy().tolist()
     ends = starts[1:]
     lasts = all(map(operator.lt, starts, ends))
