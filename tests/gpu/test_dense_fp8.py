@@ -102,6 +102,14 @@ def test_every_tile_at_full_width(shape: tuple[int, int, tuple[int, ...]], token
         assert_same(got, first.setdefault(tiles.parts, got))
 
 
+@pytest.mark.parametrize("shape", [QKV, OUT, (200, 272, ()), (1024, 2880, (512, 512))], ids=str)
+@pytest.mark.parametrize("tokens", [700, 1029, 2100, 8190])
+def test_many_tokens_in_whole_items_and_in_single_groups(shape: tuple[int, int, tuple[int, ...]], tokens: int) -> None:
+    """Both cuts of the last round, of tails too; the bits of tiles of 128 tokens, which do not cut."""
+    case = Case(tokens, *shape)
+    assert_same(case.run(Tiles(256, 1)), case.run(Tiles(128, 1)))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
     ("rows", "columns", "segments"),

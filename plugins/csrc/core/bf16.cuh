@@ -21,6 +21,13 @@ __device__ __forceinline__ uint32_t bf16_pair(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
+// Two sums, each rounded once: what fp32 sums of the same terms are rounded to.
+__device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b) {
+  const __nv_bfloat162 pair = __hadd2(*reinterpret_cast<const __nv_bfloat162*>(&a),
+                                      *reinterpret_cast<const __nv_bfloat162*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
 __device__ __forceinline__ void widen(uint4 words, float (&values)[8]) {
   const uint32_t pairs[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll

@@ -33,6 +33,12 @@ __device__ __forceinline__ void cluster_arrive(uint32_t mapped_barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(mapped_barrier) : "memory");
 }
 
+// `count` arrivals of one thread.
+__device__ __forceinline__ void cluster_arrive(uint32_t mapped_barrier, uint32_t count) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(mapped_barrier), "r"(count)
+               : "memory");
+}
+
 __device__ __forceinline__ float4 cluster_load(uint32_t mapped) {
   float4 value;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"

@@ -48,6 +48,16 @@ __device__ __forceinline__ void copy_box_to_all(uint32_t target, const CUtensorM
       : "memory");
 }
 
+// A box of shared memory to the map's tensor, but for what lies outside; part of the calling
+// thread's next bulk_stores_commit.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, int column, int row,
+                                          uint32_t source) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
+      "r"(column), "r"(row), "r"(source)
+      : "memory");
+}
+
 // Arrives at `barrier` once the calling thread's copy_word_async have landed.
 __device__ __forceinline__ void copies_arrive(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");

@@ -8,7 +8,7 @@
 // (kSplit). The weights of the first stages are requested ahead of the wait for the kernel before.
 // With kRotates the rows of the weight are q, k and v, and the results go where rope_kv_append puts
 // them (store.cuh, rotate.cuh); with kAdds they are added to what the output holds, a residual.
-// Many tokens have a kernel of their own (pairs.cuh).
+// Many tokens have a kernel of their own (wide.cuh).
 //
 // Invariant: the order in which a result's products are added depends on K and the plan alone.
 #ifndef GPTOSS_TRT_DENSE_FP8_KERNEL_CUH_
@@ -205,7 +205,7 @@ __device__ __forceinline__ void consume(const Params& p, const Memory<S>& memory
     } else if constexpr (S::kAdds) {
       multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       dependency_wait();
-      add_tile(p, lane, tile, 0, sum);
+      add_tile(p, lane, tile, sum);
     } else {
       multiply_tile(memory, lane, blocks, p.bias != nullptr, position, sum);
       store_tile(p, lane, tile, sum);

@@ -1,10 +1,9 @@
 #include <algorithm>
-#include <vector>
 
 #include "core/tensor_map.h"
 #include "dense_fp8/kernel.cuh"
 #include "dense_fp8/launch.h"
-#include "dense_fp8/pairs.cuh"
+#include "dense_fp8/wide.cuh"
 
 namespace gptoss::dense_fp8 {
 namespace {
@@ -18,11 +17,12 @@ struct Maps {
 
 template <typename S, typename Kernel>
 cudaError_t prepare(const Kernel& kernel, const Params& params, const Tensors& tensors,
-                    Maps* maps) {
+                    int weight_rows, Maps* maps) {
   cudaError_t error =
       encode_byte_map(&maps->x, tensors.x, params.tokens, tensors.k, S::kTokens, kBlock);
   if (error == cudaSuccess) {
-    error = encode_byte_map(&maps->weight, tensors.weight, params.n, tensors.k, kBlock, kBlock);
+    error =
+        encode_byte_map(&maps->weight, tensors.weight, params.n, tensors.k, weight_rows, kBlock);
   }
   if (error == cudaSuccess) {
     error =
@@ -54,7 +54,7 @@ template <typename S>
 cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& options) {
   const auto kernel = dense_fp8_kernel<S>;
   Maps maps;
-  const cudaError_t error = prepare<S>(kernel, params, tensors, &maps);
+  const cudaError_t error = prepare<S>(kernel, params, tensors, kBlock, &maps);
   if (error != cudaSuccess) return error;
   params.token_tiles = ceil_div(params.tokens, S::kTokens);
   params.tokens_first = params.n > params.tokens;  // the larger operand is read once
@@ -64,57 +64,38 @@ cudaError_t launch(Params params, const Tensors& tensors, const LaunchOptions& o
   return launch_clusters<S>(kernel, blocks, cluster, options, params, maps.x, maps.weight);
 }
 
-// Rows of the weight's last tile.
-int last_rows(const Params& p) {
-  const int segments[] = {p.n - p.segments[0] - p.segments[1], p.segments[1], p.segments[0]};
-  for (const int rows : segments) {
-    if (rows > 0) return (rows - 1) % kBlock + 1;
-  }
-  return 0;
-}
-
-// What the busiest cluster has to do in halves of a tile, when the first `whole` pairs stay pairs.
-int longest_work(const Params& p, int clusters, int whole) {
-  const int pairs = p.token_tiles * (p.tiles / 2), singles = 2 * (pairs - whole);
-  const int items = whole + singles + p.tiles % 2 * p.token_tiles;
-  std::vector<int> work(clusters);
-  for (int item = 0; item < items; ++item) {
-    const int round = item / clusters, place = item % clusters;
-    int& own = work[round % 2 == 0 ? place : clusters - 1 - place];
-    if (item < whole) {
-      own += 4;
-    } else {
-      own += item < whole + singles || last_rows(p) > kBlock / 2 ? 2 : 1;
-    }
-  }
-  return *std::max_element(work.begin(), work.end());
-}
-
-// Pairs while they fill rounds, single tiles behind them where that takes less time.
-int cut_pairs(const Params& p, int clusters) {
-  const int pairs = p.token_tiles * (p.tiles / 2), filled = pairs / clusters * clusters;
-  return longest_work(p, clusters, filled) < longest_work(p, clusters, pairs) ? filled : pairs;
+// Whether groups of rows lie in one segment each.
+bool is_grouped(const Params& p) {
+  return (p.segments[0] == p.n || p.segments[0] % kGroupRows == 0) &&
+         (p.segments[0] + p.segments[1] == p.n || p.segments[1] % kGroupRows == 0);
 }
 
 template <End kEnd>
-cudaError_t launch_pairs(Params params, const Tensors& tensors, const LaunchOptions& options) {
-  using S = Shape<kPairTokens, 4, false, kEnd, true>;
-  const auto kernel = dense_fp8_pairs_kernel<S>;
+cudaError_t launch_wide(Params params, const Tensors& tensors, const LaunchOptions& options) {
+  using S = WideShape<kEnd>;
+  const auto kernel = dense_fp8_wide_kernel<S>;
   Maps maps;
   CUtensorMap out_map{};
-  cudaError_t error = prepare<S>(kernel, params, tensors, &maps);
-  if (error == cudaSuccess && S::kAdds) {
-    error = encode_byte_map(&out_map, params.out, params.tokens, 2 * params.n, S::kTokens, 128);
+  cudaError_t error = prepare<S>(kernel, params, tensors, S::kHalfRows, &maps);
+  const int columns = S::kRotates ? params.segments[0] : params.n;  // q may have none
+  if (error == cudaSuccess && columns > 0) {
+    error = encode_byte_map(&out_map, params.out, params.tokens, 2 * columns, S::kTokens,
+                            2 * kGroupRows);
   }
   if (error != cudaSuccess) return error;
-  params.token_tiles = ceil_div(params.tokens, kPairBlocks * kPairTokens);
-  params.tokens_first = params.n > params.tokens;  // the larger operand is read once
+  params.cut = cut_wide(params.tokens, params.n, options.multiprocessors);
   params.tail_halves = (tensors.k - 1) % kBlock < kBlock / 2 ? 1 : 2;
-  const int clusters =
-      std::min(options.multiprocessors / kPairBlocks, params.token_tiles * params.tiles);
-  params.whole_pairs = cut_pairs(params, clusters);
-  return launch_clusters<S>(kernel, kPairBlocks * clusters, kPairBlocks, options, params, maps.x,
-                            maps.weight, out_map);
+  return launch_clusters<S>(kernel, kWideBlocks * params.cut.clusters, kWideBlocks, options, params,
+                            maps.x, maps.weight, out_map);
+}
+
+// Of many tokens; by tiles of 128 where that cannot be.
+template <End kEnd>
+cudaError_t launch_many(const Params& params, const Tensors& tensors,
+                        const LaunchOptions& options) {
+  return params.out_fp32 || !is_grouped(params)
+             ? launch<Shape<128, 6, false, kEnd>>(params, tensors, options)
+             : launch_wide<kEnd>(params, tensors, options);
 }
 
 template <End kEnd>
@@ -129,7 +110,7 @@ cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& t
       return split ? launch<Shape<128, 6, true, kEnd>>(params, tensors, options)
                    : launch<Shape<128, 6, false, kEnd>>(params, tensors, options);
     case 256:
-      return split ? cudaErrorInvalidValue : launch_pairs<kEnd>(params, tensors, options);
+      return split ? cudaErrorInvalidValue : launch_many<kEnd>(params, tensors, options);
     default:
       return cudaErrorInvalidValue;
   }
@@ -138,7 +119,7 @@ cudaError_t launch_shape(int tile_tokens, const Params& params, const Tensors& t
 // Many tokens only.
 cudaError_t launch_adding(int tile_tokens, const Params& params, const Tensors& tensors,
                           const LaunchOptions& options) {
-  return tile_tokens == 256 ? launch_pairs<End::kAdd>(params, tensors, options)
+  return tile_tokens == 256 ? launch_many<End::kAdd>(params, tensors, options)
                             : launch<Shape<128, 6, false, End::kAdd>>(params, tensors, options);
 }
 

@@ -2,6 +2,8 @@
 #ifndef GPTOSS_TRT_DENSE_FP8_PLAN_H_
 #define GPTOSS_TRT_DENSE_FP8_PLAN_H_
 
+#include "dense_fp8/params.h"
+
 namespace gptoss::dense_fp8 {
 
 struct Plan {
@@ -11,6 +13,9 @@ struct Plan {
 
 // `tiles`: blocks of 128 rows of the weight.
 Plan choose_plan(int tokens, int tiles, int k_blocks, int multiprocessors);
+
+// Of the products of so many tokens with a weight of `rows` rows.
+WideCut cut_wide(int tokens, int rows, int multiprocessors);
 
 }  // namespace gptoss::dense_fp8
 

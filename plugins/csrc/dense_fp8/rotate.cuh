@@ -38,17 +38,19 @@ __device__ __forceinline__ void turn(const float2& cos, const float2& sin, uint3
   second = bf16_pair(c * cos.x + a * sin.x, d * cos.y + b * sin.y);
 }
 
+// Whether a row of the weight belongs to q or k.
+__device__ __forceinline__ bool is_turned(const Params& p, int row) {
+  return row < p.segments[0] + p.segments[1];
+}
+
 // Which of q, k and v a block of the weight belongs to, and where its heads go.
 class Destination {
  public:
-  // `row` is the first of the block's rows.
-  __device__ __forceinline__ Destination(const Params& p, int block, int row) {
-    const int q_blocks = (p.segments[0] + kBlock - 1) / kBlock;
-    const int k_blocks = (p.segments[1] + kBlock - 1) / kBlock;
-    kept_ = block >= q_blocks;
-    turned_ = block < q_blocks + k_blocks;
-    first_ = row - (kept_ ? p.segments[0] + (turned_ ? 0 : p.segments[1]) : 0);
-  }
+  // `row` is the block's first.
+  __device__ __forceinline__ Destination(const Params& p, int row)
+      : kept_(row >= p.segments[0]),
+        turned_(is_turned(p, row)),
+        first_(row - (kept_ ? p.segments[0] + (turned_ ? 0 : p.segments[1]) : 0)) {}
 
   __device__ __forceinline__ bool turned() const { return turned_; }  // q and k
   __device__ __forceinline__ bool kept() const { return kept_; }      // k and v

@@ -54,12 +54,11 @@ __device__ __forceinline__ void store_tile(const Params& p, const Lane<S>& lane,
   }
 }
 
-// bf16(`out` + bf16(sum)) of a whole K to `out`. All of the thread's words are asked for at once;
-// of pairs they lie at `boxes` in shared memory, two boxes of 64 columns with 128-byte swizzle.
+// bf16(`out` + bf16(sum)) of a whole K to `out`. All of the thread's words are asked for at once.
 template <typename S>
 __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, const Tile& tile,
-                                         uint32_t boxes, const Sums<S>& sum) {
-  constexpr int kWords = S::kColumns / 32, kBoxColumnBytes = 128;
+                                         const Sums<S>& sum) {
+  constexpr int kWords = S::kColumns / 32;
   const int first = lane.column / 8 * 8 + threadIdx.x % 4 * 8;
   const auto place = [&](int row, int word) {
     return reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) +
@@ -74,19 +73,13 @@ __device__ __forceinline__ void add_tile(const Params& p, const Lane<S>& lane, c
   for (int i = 0; i < 2; ++i) {
 #pragma unroll
     for (int j = 0; j < kWords; ++j) {
-      if constexpr (S::kPairs) {
-        const int row = lane.token + 8 * i, piece = j % 2 * 4 + threadIdx.x % 4;
-        const uint32_t box = boxes + j / 2 * S::kTokens * kBoxColumnBytes;
-        held[i][j] = load_shared_u128(box + row * kBoxColumnBytes + 16 * (piece ^ row % 8));
-      } else {
-        // Where nothing is to be added, what lies nearest: with conditions on them the compiler
-        // puts some loads behind stores.
-        const int token = min(tile.token + lane.token + 8 * i, p.tokens - 1);
-        const int column = min(first + 32 * j, tile.rows - kSegmentStep);
-        held[i][j] =
-            *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.out) +
-                                            static_cast<int64_t>(token) * p.n + tile.row + column);
-      }
+      // Where nothing is to be added, what lies nearest: with conditions on them the compiler puts
+      // some loads behind stores.
+      const int token = min(tile.token + lane.token + 8 * i, p.tokens - 1);
+      const int column = min(first + 32 * j, tile.rows - kSegmentStep);
+      held[i][j] =
+          *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(p.out) +
+                                          static_cast<int64_t>(token) * p.n + tile.row + column);
     }
   }
 #pragma unroll
@@ -191,11 +184,49 @@ __device__ __forceinline__ void store_heads(const Params& p, const Destination& 
   }
 }
 
+// A group's results, rounded, rotated or added to what lies there, to a box in shared memory,
+// in the form of fragment_place().
+template <typename S, bool kTurned>
+__device__ __forceinline__ void fill_box(const Lane<S>& lane, const Places& places, uint32_t box,
+                                         const float* sum) {
+  constexpr int kPieces = kGroupRows / 16;  // that a warp loads and stores at once
+  const uint32_t at = box + lane.warpgroup * 64 * kGroupRows * 2 + fragment_place();
+  uint32_t held[kPieces][4], words[2][kGroupRows / 8];
+  if constexpr (S::kAdds) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) load_matrices(at ^ (32 * i), held[i]);
+  }
+#pragma unroll
+  for (int row = 0; row < 2; ++row) {
+#pragma unroll
+    for (int j = 0; j < kGroupRows / 8; ++j) {
+      const float* pair = sum + 4 * j + 2 * row;
+      words[row][j] = bf16_pair(pair[0], pair[1]);
+    }
+    if constexpr (kTurned) {  // a group is a head
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        turn(places.cos[row][j], places.sin[row][j], words[row][j], words[row][j + 4]);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kPieces; ++i) {
+    uint32_t piece[4] = {words[0][2 * i], words[1][2 * i], words[0][2 * i + 1],
+                         words[1][2 * i + 1]};
+    if constexpr (S::kAdds) {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) piece[j] = add_pairs(held[i][j], piece[j]);
+    }
+    store_matrices(at ^ (32 * i), piece);
+  }
+}
+
 template <typename S>
 __device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& lane,
                                               const Tile& tile, const Places& places,
                                               const Sums<S>& sum) {
-  const Destination to(p, tile.block, tile.row);
+  const Destination to(p, tile.row);
   if (!to.kept()) {
     store_heads<S, true, false>(p, to, lane, tile, places, sum);
   } else if (to.turned()) {
@@ -205,11 +236,59 @@ __device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& la
   }
 }
 
+// One warp: a box of k or v goes from shared memory to the cache.
+class KeptBox {
+ public:
+  // `present`: it is one. Asks where the first tokens are kept.
+  __device__ __forceinline__ KeptBox(const Params& p, int token, int row, bool present)
+      : p_(p), token_(token), present_(present), to_(p, row), slot_(slot_of(threadIdx.x % 32)) {}
+
+  __device__ __forceinline__ void store(uint32_t from) {
+    if (!present_) return;
+    const int lane = threadIdx.x % 32, piece = lane % kLanes;
+#pragma unroll 1
+    for (int first = 0; first < kWideTokens; first += 32) {
+      uint4 words[kLanes];
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        const int at = kRows * i + lane / kLanes;
+        words[i] = load_shared_u128(from + (first + at) * kGroupRows * 2 + 16 * (piece ^ at % 8));
+      }
+      const int slots = slot_;
+      slot_ = slot_of(first + 32 + lane);
+#pragma unroll
+      for (int i = 0; i < kLanes; ++i) {
+        const int at = kRows * i + lane / kLanes, token = token_ + first + at;
+        const int slot = __shfl_sync(0xFFFFFFFFu, slots, at);
+        uint16_t* row = to_.row<true>(p_, token, slot, 0) + 8 * piece;
+        if (token < p_.tokens && slot >= 0) {
+          store_global_u128(row, {words[i].x, words[i].y, words[i].z, words[i].w});
+        }
+      }
+    }
+  }
+
+ private:
+  static constexpr int kLanes = 2 * kGroupRows / 16;  // of a token
+  static constexpr int kRows = 32 / kLanes;           // that the warp stores at once
+
+  __device__ __forceinline__ int slot_of(int token) const {
+    return present_ ? __ldg(p_.slots + min(token_ + token, p_.tokens - 1)) : 0;
+  }
+
+  const Params& p_;
+  const int token_;
+  const bool present_;
+  const Destination to_;
+  int slot_;  // of one of 32 tokens
+};
+
 // The sums of a part of K into the block's shared memory, over the ring: [kTokens][kPartPitch].
 template <typename S>
 __device__ __forceinline__ void keep_part(const Memory<S>& memory, const Lane<S>& lane,
                                           const Sums<S>& sum) {
-  named_barrier_sync(kConsumerBarrier, kConsumerThreads);  // nobody multiplies any more
+  named_barrier_sync(kConsumerBarrier,
+                     kConsumerThreads);  // nobody multiplies any more
 #pragma unroll
   for (int i = 0; i < S::kColumns / 2; i += 2) {
     const int token = lane.token + i % 4 / 2 * 8;
@@ -257,7 +336,7 @@ struct Angles<S, true> {
 
   __device__ __forceinline__ static void load_token(const Params& p, const Tile& tile, int token,
                                                     float4& cos, float4& sin, int& slot) {
-    const Destination to(p, tile.block, tile.row);
+    const Destination to(p, tile.row);
     if (to.turned()) load_angles(p, p.positions[token], threadIdx.x % 8 * 4, cos, sin);
     slot = to.kept() ? p.slots[token] : 0;
   }
@@ -266,7 +345,7 @@ struct Angles<S, true> {
   // thread's number `count`; eight lanes further are those of the head's other half.
   __device__ __forceinline__ void store(const Params& p, const Tile& tile, int token, int column,
                                         int count, const float4& total) const {
-    const Destination to(p, tile.block, tile.row);
+    const Destination to(p, tile.row);
     float4 cosines, sines;
     int at_slot;
     bool known = false;

@@ -19,34 +19,32 @@ constexpr int kSwizzleAlignment = 1024;
 constexpr int kWeightBytes = kBlock * kBlock;  // of a tile and stage
 constexpr int kPartPitch = kBlock + 8;  // floats of a token's sums: rows begin in other banks
 
-// Of pairs. A launch of kThreads gets 168 registers a thread: 256 x 224 + 128 x 56 are as many.
+// Of wide items. A launch of kThreads has 168 registers a thread: 256 x 224 + 128 x 56.
 constexpr int kConsumerRegisters = 224;
 constexpr int kProducerRegisters = 56;
 
-// kTokens: of a tile. kSplit: a cluster's blocks have parts of K. kPairs: a block multiplies two
-// tiles, which a cluster's blocks share (pairs.cuh). kRotates, kAdds: the tile's end.
-template <int kTileTokens, int kRingStages, bool kParts, End kEnd, bool kTwoTiles = false>
+// kTokens: of a tile. kSplit: a cluster's blocks have parts of K. kRotates, kAdds: the tile's end.
+template <int kTileTokens, int kRingStages, bool kParts, End kEnd>
 struct Shape {
   static constexpr int kTokens = kTileTokens, kStages = kRingStages;
-  static constexpr bool kSplit = kParts, kPairs = kTwoTiles;
-  static constexpr int kTiles = kPairs ? 2 : 1;
+  static constexpr bool kSplit = kParts;
   static constexpr bool kRotates = kEnd == End::kRotate, kAdds = kEnd == End::kAdd;
   // Of a warpgroup, which has 64 tokens.
   static constexpr int kColumns = kTokens == 64 ? kBlock / kConsumers : kBlock;
-  // Of a stage: tokens, weights; and beside the ring scales of tokens and tiles, bias, and where
-  // rows of pairs are rotated positions and slots of the tokens.
+  // Of a stage: tokens, weights; and beside the ring scales of tokens and tile, and bias.
   static constexpr int kTokenBytes = kTokens * kBlock;
-  static constexpr int kStageBytes = kTokenBytes + kTiles * kWeightBytes;
+  static constexpr int kStageBytes = kTokenBytes + kWeightBytes;
   static constexpr int kWeightScaleAt = kTokens * 4;
   static constexpr int kBiasAt = kWeightScaleAt + 16;
-  static constexpr int kPositionsAt = kBiasAt + kTiles * kBlock * 2;
-  static constexpr int kSlotsAt = kPositionsAt + kTokens * 4;
-  static constexpr int kSideBytes = kPairs && kRotates ? kSlotsAt + kTokens * 4 : kPositionsAt;
+  static constexpr int kSideBytes = kBiasAt + kBlock * 2;
   static constexpr int kSideAt = kStages * kStageBytes;
   static constexpr int kBarriersAt = kSideAt + kStages * kSideBytes;
   static constexpr int kSharedBytes = kBarriersAt + 2 * 8 * kStages + kSwizzleAlignment;
   static_assert(!kSplit || kTokens * kPartPitch * 4 <= kSideAt, "sums of a part fit in the ring");
 };
+
+// Of bf16 results, as wide items leave: kGroupRows columns of all tokens of a block.
+constexpr int kBoxBytes = kWideTokens * kGroupRows * 2;
 
 // Addresses in the block's shared memory.
 template <typename S>
@@ -54,12 +52,12 @@ struct Memory {
   uint32_t base;
 
   __device__ uint32_t tokens(int stage) const { return base + stage * S::kStageBytes; }
-  __device__ uint32_t weights(int stage, int tile = 0) const {
-    return tokens(stage) + S::kTokenBytes + tile * kWeightBytes;
-  }
+  __device__ uint32_t weights(int stage) const { return tokens(stage) + S::kTokenBytes; }
   __device__ uint32_t side(int stage) const { return base + S::kSideAt + stage * S::kSideBytes; }
   __device__ uint32_t full(int stage) const { return base + S::kBarriersAt + 8 * stage; }
   __device__ uint32_t empty(int stage) const { return full(S::kStages) + 8 * stage; }
+  // Of wide items.
+  __device__ uint32_t boxed(int stage) const { return empty(S::kStages) + 8 * stage; }
 };
 
 template <typename S>
