@@ -72,7 +72,8 @@ class EngineServer:
         self._wake_in, self._wake_out = socket.socketpair()
         for end in (self._wake_in, self._wake_out):
             end.setblocking(False)
-        self._loop = EngineLoop(load, self._deliver_soon, self._loop_failed, _Reading(self))
+        self._reading = _Reading(self)
+        self._loop = EngineLoop(load, self._deliver_soon, self._loop_failed, self._reading)
         self._failure: str | None = None
         self._stopping = False
         self._listener: socket.socket
@@ -99,6 +100,8 @@ class EngineServer:
     def read_here(self, timeout_s: float | None = None) -> None:
         """Waits until something comes in, and handles it."""
         came = self.clients.select(timeout_s)
+        if len(came) > 1:  # what disturbs the loop is taken first: a client behind it may disturb the loop anew
+            came.sort(key=lambda each: each[0].data != self._reading.calm)
         with self._lock:
             for ready, mask in came:
                 ready.data(mask)
@@ -140,8 +143,8 @@ class EngineServer:
                         break
         finally:
             self._path.unlink(missing_ok=True)
-            self._close_listener()
             with self._lock:
+                self._close_listener()
                 self._run_arrived()
                 self._say_goodbye()
             self._loop.stop(timeout_s=0.0 if self._failure else 5.0)
@@ -180,6 +183,8 @@ class EngineServer:
 
     def _accept(self) -> bool:
         """Takes one waiting client; False when none waits."""
+        if self._listener.fileno() < 0:
+            return False  # closed since the loop saw that a client waits
         try:
             peer, _ = self._listener.accept()
         except BlockingIOError:
@@ -360,7 +365,7 @@ class _Reading:
     def __init__(self, server: EngineServer) -> None:
         self._server = server
         self._event = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        server.clients.register(self._event, selectors.EVENT_READ, lambda _mask: self._calm())
+        server.clients.register(self._event, selectors.EVENT_READ, self.calm)
         self._begun = False
 
     def take(self) -> None:
@@ -377,7 +382,8 @@ class _Reading:
             self._begun = False
             self._server.wake()
 
-    def _calm(self) -> None:
+    def calm(self, _mask: int) -> None:
+        """What `disturb` said is known."""
         with contextlib.suppress(BlockingIOError):  # the other thread saw it too
             os.eventfd_read(self._event)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import select
 import socket
 import struct
 import threading
@@ -236,6 +237,75 @@ def test_a_loop_without_work_reads_itself_and_the_server_while_it_works(tmp_path
     server.stop()
     thread.join(10)
     assert not thread.is_alive()
+
+
+def test_a_request_that_comes_while_the_loop_lies_down_is_not_lost(tmp_path: Path) -> None:
+    """The server's thread reads it, with a disturbance that was meant for an earlier rest, between the loop's look at
+    what came and its wait."""
+    asked, looked, goes_on = threading.Event(), threading.Event(), threading.Event()
+
+    class Core(ScriptedCore):
+        def stats(self) -> dict[str, Any]:
+            asked.set()
+            return super().stats()
+
+    server = EngineServer(tmp_path / "s.sock", lambda: Core(ScriptedEngine(step_ms=0)), idle_timeout_s=30)
+    take = server._reading.take
+
+    def late_take() -> None:
+        if asked.is_set() and not looked.is_set():
+            looked.set()
+            goes_on.wait(5)
+        take()
+
+    server._reading.take = late_take  # type: ignore[method-assign]
+    thread = threading.Thread(target=server.serve)
+    thread.start()
+    wait_until_it_listens(tmp_path / "s.sock")
+    peer = Raw(tmp_path / "s.sock").greet()
+    peer.send(FrameType.STATS, [1])
+    assert peer.next()[0] is FrameType.STATS and looked.wait(5)
+    peer.send(FrameType.SUBMIT, Submit("r", (1,), 1))
+    wait_for(lambda: bool(select.select([server.clients], [], [], 0)[0]))
+    server._reading.disturb()
+    server.read_here(0)
+    goes_on.set()
+    assert peer.next()[0] is FrameType.TOKENS
+    server.stop()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_a_client_that_comes_at_the_end_is_no_failure(tmp_path: Path) -> None:
+    """The loop has seen that it waits when the server's thread closes the listener."""
+    server = EngineServer(tmp_path / "s.sock", lambda: ScriptedCore(ScriptedEngine()), idle_timeout_s=30)
+    waits, saw, goes_on = threading.Event(), threading.Event(), threading.Event()
+    select_clients = server.clients.select
+    ended: list[str | None] = []
+
+    def late_select(timeout_s: float | None = None) -> Any:
+        waits.set()
+        came = select_clients(timeout_s)
+        if any(ready.fileobj is server._listener for ready, _ in came):
+            saw.set()
+            goes_on.wait(5)
+        return came
+
+    thread = threading.Thread(target=lambda: ended.append(server.serve()))
+    thread.start()
+    wait_until_it_listens(tmp_path / "s.sock")
+    wait_for(lambda: server._loop.rests and not server._connections)
+    server.clients.select = late_select  # type: ignore[assignment, method-assign]
+    server._reading.disturb()
+    assert waits.wait(5)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as late, socket_address(tmp_path / "s.sock") as address:
+        late.connect(address)
+        assert saw.wait(5)
+        server.stop()
+        wait_for(lambda: server._listener.fileno() < 0)
+        goes_on.set()
+        thread.join(10)
+    assert ended == [None]
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
