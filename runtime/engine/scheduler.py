@@ -232,7 +232,7 @@ class Scheduler:
         """The first of the running `prompts` that would take all that is left of the budget while others are there:
         half of it is kept for that one, and it has blocks for that."""
         left = self._left(plan)
-        long = next((sequence for sequence in prompts if sequence.pending > left), None)
+        long = next((sequence for sequence in prompts if self._most_tokens(sequence) > left), None)
         if long is None or left < 2 or (len(prompts) == 1 and not len(self._waiting)):
             return None
         count = self._cache.longest_extension(long, left // 2)
@@ -246,12 +246,17 @@ class Scheduler:
         if long is not None:
             self._add_chunk(plan, long)
 
+    @staticmethod
+    def _most_tokens(sequence: Sequence) -> int:
+        """Tokens of a prompt that one chunk may take."""
+        return min(sequence.pending, PROMPT_LOGPROB_ROWS) if sequence.lacks_prompt_logprobs else sequence.pending
+
     def _add_chunk(self, plan: StepPlan, sequence: Sequence) -> bool:
         """Adds what fits of a prompt: the budget, the blocks, and the rows of logits it asks for."""
-        count = min(sequence.pending, self._left(plan))
+        count = min(self._most_tokens(sequence), self._left(plan))
         wants_rows = sequence.lacks_prompt_logprobs
         if wants_rows:
-            count = min(count, PROMPT_LOGPROB_ROWS, PROMPT_LOGPROB_STEP_ROWS - plan.logprob_rows)
+            count = min(count, PROMPT_LOGPROB_STEP_ROWS - plan.logprob_rows)
         count = self._cache.longest_extension(sequence, count)
         if count <= 0 or not self._cache.extend(sequence, count):
             return False

@@ -337,6 +337,15 @@ def test_log_probabilities_of_prompts_share_the_rows_of_a_step() -> None:
     assert len(bench.finish()) == 12
 
 
+def test_a_long_prompt_has_its_rows_ahead_of_those_behind_it() -> None:
+    bench = Bench(blocks=4000, batch=40, step_tokens=1024)
+    bench.submit("long", 3000, prompt_logprobs=0)
+    for turn in range(8):
+        for name in "abcde":
+            bench.submit(f"{name}{turn}", 100, prompt_logprobs=0)
+        assert bench.step()["long"] == PROMPT_LOGPROB_ROWS
+
+
 def test_an_empty_plan_without_requests() -> None:
     bench = Bench()
     assert bench.scheduler.plan(0) == StepPlan() and not bench.scheduler.has_work
