@@ -55,6 +55,11 @@ class Destination {
   __device__ __forceinline__ bool turned() const { return turned_; }  // q and k
   __device__ __forceinline__ bool kept() const { return kept_; }      // k and v
 
+  __device__ __forceinline__ int head() const { return first_ / kHeadDim; }
+  __device__ __forceinline__ uint16_t* cache(const Params& p) const {
+    return turned_ ? p.k_cache : p.v_cache;
+  }
+
   // The head whose first row is `inside` behind the block's, of `token` with `slot`, which is not
   // negative where the head is kept.
   template <bool kKept>
@@ -66,7 +71,7 @@ class Destination {
     const int64_t block = slot >> p.block_shift;
     const int64_t line = ((block * p.kv_heads + at / kHeadDim) << p.block_shift) +
                          (slot & ((1 << p.block_shift) - 1));
-    return (turned_ ? p.k_cache : p.v_cache) + line * kHeadDim;
+    return cache(p) + line * kHeadDim;
   }
 
  private:

@@ -239,30 +239,38 @@ __device__ __forceinline__ void store_rotated(const Params& p, const Lane<S>& la
 // One warp: a box of k or v goes from shared memory to the cache.
 class KeptBox {
  public:
-  // `present`: it is one. Asks where the first tokens are kept.
-  __device__ __forceinline__ KeptBox(const Params& p, int token, int row, bool present)
-      : p_(p), token_(token), present_(present), to_(p, row), slot_(slot_of(threadIdx.x % 32)) {}
+  // Asks where the tokens are kept: what takes long, ahead of the wait for the box.
+  __device__ __forceinline__ KeptBox(const Params& p, int token, int row) {
+    const Destination to(p, row);
+    head_ = to.head();
+    cache_ = to.cache(p);
+#pragma unroll
+    for (int i = 0; i < kWideTokens / 32; ++i) {
+      const int own = token + threadIdx.x % 32 + 32 * i;
+      const int slot = own < p.tokens ? __ldg(p.slots + own) : -1;
+      const int block = slot >> p.block_shift;
+      const int line =
+          (((block * p.kv_heads) + head_) << p.block_shift) + (slot & ((1 << p.block_shift) - 1));
+      lines_[i] = slot < 0 ? -1 : line;
+    }
+  }
 
-  __device__ __forceinline__ void store(uint32_t from) {
-    if (!present_) return;
+  __device__ __forceinline__ void store(uint32_t from) const {
     const int lane = threadIdx.x % 32, piece = lane % kLanes;
-#pragma unroll 1
-    for (int first = 0; first < kWideTokens; first += 32) {
+#pragma unroll
+    for (int i = 0; i < kWideTokens / 32; ++i) {
       uint4 words[kLanes];
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        const int at = kRows * i + lane / kLanes;
-        words[i] = load_shared_u128(from + (first + at) * kGroupRows * 2 + 16 * (piece ^ at % 8));
+      for (int j = 0; j < kLanes; ++j) {
+        const int at = kRows * j + lane / kLanes;
+        words[j] = load_shared_u128(from + (32 * i + at) * kGroupRows * 2 + 16 * (piece ^ at % 8));
       }
-      const int slots = slot_;
-      slot_ = slot_of(first + 32 + lane);
 #pragma unroll
-      for (int i = 0; i < kLanes; ++i) {
-        const int at = kRows * i + lane / kLanes, token = token_ + first + at;
-        const int slot = __shfl_sync(0xFFFFFFFFu, slots, at);
-        uint16_t* row = to_.row<true>(p_, token, slot, 0) + 8 * piece;
-        if (token < p_.tokens && slot >= 0) {
-          store_global_u128(row, {words[i].x, words[i].y, words[i].z, words[i].w});
+      for (int j = 0; j < kLanes; ++j) {
+        const int line = __shfl_sync(0xFFFFFFFFu, lines_[i], kRows * j + lane / kLanes);
+        uint16_t* row = cache_ + static_cast<int64_t>(line) * kHeadDim + 8 * piece;
+        if (line >= 0) {
+          store_global_u128(row, {words[j].x, words[j].y, words[j].z, words[j].w});
         }
       }
     }
@@ -272,15 +280,9 @@ class KeptBox {
   static constexpr int kLanes = 2 * kGroupRows / 16;  // of a token
   static constexpr int kRows = 32 / kLanes;           // that the warp stores at once
 
-  __device__ __forceinline__ int slot_of(int token) const {
-    return present_ ? __ldg(p_.slots + min(token_ + token, p_.tokens - 1)) : 0;
-  }
-
-  const Params& p_;
-  const int token_;
-  const bool present_;
-  const Destination to_;
-  int slot_;  // of one of 32 tokens
+  uint16_t* cache_;
+  int head_;
+  int lines_[kWideTokens / 32];  // of the cache, for tokens lane + 32i; negative: not kept
 };
 
 // The sums of a part of K into the block's shared memory, over the ring: [kTokens][kPartPitch].

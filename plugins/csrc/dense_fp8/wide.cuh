@@ -1,8 +1,8 @@
 // Dense products of many tokens: a cluster of two blocks multiplies 256 tokens, 128 a block, with
 // 192 rows of the weight at a time. Each block copies half of these rows into both blocks' shared
 // memory, and a warpgroup reads its 64 tokens into registers once for all of them. Instructions of
-// 192 columns, because between two chains of them a warpgroup has about 390 cycles of its own, as
-// long as the other warpgroup's chain takes then.
+// 192 columns, because between two chains of them a warpgroup has some 400 cycles of its own, as long
+// as the other warpgroup's chain takes then.
 //
 // Results leave through stages of the ring, boxes of 64 columns, which two warps store.
 //
@@ -208,16 +208,21 @@ __device__ inline void store_boxes(const Params& p, const Memory<S>& memory,
     for (int group = box; group - box < item.groups; group += kStageBoxes) {
       const int token = first_token(item), row = item.row + group * kGroupRows;
       const uint32_t from = memory.tokens(stage) + box * kBoxBytes;
-      const bool kept = S::kRotates && row >= p.segments[0];
-      KeptBox keep(p, token, row, kept && group < item.groups);
-      barrier_wait(memory.boxed(stage), parities >> stage & 1);
+      const uint32_t boxed = memory.boxed(stage), parity = parities >> stage & 1;
       parities ^= 1u << stage;
-      if (kept) {
-        keep.store(from);
-      } else if (group < item.groups && elect_lane()) {
-        store_box(out_map, 2 * row, token, from);
-        bulk_stores_commit();
-        bulk_stores_wait_read();
+      if (group >= item.groups) {
+        barrier_wait(boxed, parity);
+      } else if (S::kRotates && row >= p.segments[0]) {
+        const KeptBox kept(p, token, row);
+        barrier_wait(boxed, parity);
+        kept.store(from);
+      } else {
+        barrier_wait(boxed, parity);
+        if (elect_lane()) {
+          store_box(out_map, 2 * row, token, from);
+          bulk_stores_commit();
+          bulk_stores_wait_read();
+        }
       }
       // Behind the stores: an arrival in the cluster overtakes loads that are under way.
       __syncwarp();
