@@ -1,8 +1,8 @@
 // Dense products of many tokens: a cluster of two blocks multiplies 256 tokens, 128 a block, with
 // 192 rows of the weight at a time. Each block copies half of these rows into both blocks' shared
 // memory, and a warpgroup reads its 64 tokens into registers once for all of them. Instructions of
-// 192 columns, because between two chains of them a warpgroup has some 400 cycles of its own, as long
-// as the other warpgroup's chain takes then.
+// 192 columns, because between two chains of them a warpgroup has some 400 cycles of its own, as
+// long as the other warpgroup's chain takes then.
 //
 // Results leave through stages of the ring, boxes of 64 columns, which two warps store.
 //
