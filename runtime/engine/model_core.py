@@ -35,7 +35,7 @@ from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import Scheduler, SchedulerLimits
 from gptoss_trt.runtime.engine.sequence import Sequence
 from gptoss_trt.runtime.engine.speculation.load import TappedHead, load_draft, make_speculation, split_memory
-from gptoss_trt.runtime.engine.step_memory import head_bytes, left_to_steps, step_bytes
+from gptoss_trt.runtime.engine.step_memory import head_bytes, least_cache_bytes, left_to_steps, step_bytes
 from gptoss_trt.runtime.engine.steps import Model, StepRunner
 from gptoss_trt.runtime.engine.validation import Limits, refusal
 from gptoss_trt.runtime.launch import settings
@@ -178,7 +178,7 @@ def load_core(engine_dir: Path, options: EngineOptions) -> EngineCore:
     draft = load_draft(chosen, engine_dir, loaded, device)
     shapes = [shape for shape in _cache_shapes(model, draft, chosen) if shape is not None]
     steps = _steps_bytes(model, draft, chosen)
-    copy_experts(loaded, options, steps + (options.kv_bytes or _context_bytes(shapes)))
+    copy_experts(loaded, options, steps + (options.kv_bytes or least_cache_bytes(steps, _context_bytes(shapes))))
     kv_bytes = options.kv_bytes or (_cuda_kv_bytes(steps) if device == "cuda" else _cpu_kv_bytes(shapes))
     compiler = LlguidanceCompiler(model.config.vocab_size)
     try:

@@ -55,6 +55,12 @@ def left_to_steps(wanted_bytes: int, free_bytes: int) -> int:
     return min(wanted_bytes, int(free_bytes * MOST_SHARE))
 
 
+def least_cache_bytes(steps_bytes: int, context_bytes: int) -> int:
+    """What copies of experts leave to caches: one whole context, and enough that left_to_steps gives steps all that
+    they want."""
+    return max(context_bytes, int(steps_bytes * (1 / MOST_SHARE - 1)))
+
+
 def activation_bytes(config: ModelConfig, tokens: int) -> int:
     """Of a step in a layer's experts, where it has most: the residual, its norm and what both products read and give
     for each of a token's experts."""

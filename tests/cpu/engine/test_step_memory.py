@@ -14,6 +14,7 @@ from gptoss_trt.runtime.engine.scheduler import PROMPT_LOGPROB_STEP_ROWS
 from gptoss_trt.runtime.engine.step_memory import (
     FIXED_BYTES,
     activation_bytes,
+    least_cache_bytes,
     left_to_steps,
     parts_bytes,
     step_bytes,
@@ -92,3 +93,13 @@ def test_long_caches_fit_beside_copies_of_29_layers() -> None:
     left = free - 29 * gate_up
     full, _ = shape.pool_sizes(left - left_to_steps(steps, left))
     assert full >= 8363 + 64
+
+
+@pytest.mark.parametrize("context_bytes", [GIB // 2, 9 * GIB])
+@pytest.mark.parametrize("step_tokens", [8192, 32768])
+def test_as_many_copies_as_fit_leave_steps_what_they_want(context_bytes: int, step_tokens: int) -> None:
+    options = EngineOptions(step_tokens=step_tokens, prefill_weights="100").resolved("cuda")
+    steps, free = step_bytes(BIG, options), 60 * GIB
+    kept = steps + least_cache_bytes(steps, context_bytes)
+    left = free - copies_bytes(options, free, kept, 108 * GIB)
+    assert left_to_steps(steps, left) == steps and left - steps >= context_bytes
