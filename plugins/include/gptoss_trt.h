@@ -85,9 +85,9 @@ typedef enum gptoss_trt_moe_plan {
  * the stream has ended, and waits for it (griddepcontrol.wait) before it touches anything that is
  * not a weight. Right behind any kernel, launched either way: the wait covers all of that kernel's
  * writes. The kernels here release their own dependents (griddepcontrol.launch_dependents) early,
- * but behind their wait; so a kernel that follows with the same attribute must itself wait before
- * it reads what they write, or overwrites what they read, and then sees all that ran before them
- * too. One that is launched the ordinary way need not know. */
+ * but behind their wait (norms and routers ahead of it); so a kernel that follows with the same
+ * attribute must itself wait before it reads what they write, or overwrites what they read, and
+ * then sees all that ran before them too. One that is launched the ordinary way need not know. */
 #define GPTOSS_TRT_MOE_DEPENDENT_LAUNCH 1u
 /* With DEPENDENT_LAUNCH: offsets and weights, on FP8 tiles row_slots and expert_weights too (never
  * activations), are read before the wait, which hides 2 to 5 us. The caller guarantees that these

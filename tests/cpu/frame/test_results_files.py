@@ -60,14 +60,17 @@ def test_served_cells_are_replaced_by_format_of_dense_products(tmp_path: Path) -
 
 
 def test_a_run_of_cells_leaves_served_results_alone(tmp_path: Path) -> None:
-    cell = {"model": "gpt-oss-20b", "dense": "bf16", "kind": "decode", "context": 1024, "batch": 1}
-    lines(tmp_path / "client.jsonl", cell | {"ms": 2.0})
-    lines(tmp_path / "core.jsonl", cell | {"ms": 3.0, "graph_ms": 2.5, "distinct_experts": 4.0})
-    lines(tmp_path / "results" / "h200.jsonl", cell | {"ms": 9.0}, cell | {"batch": 8, "ms": 9.0})
+    alone = {"model": "gpt-oss-20b", "dense": "bf16", "kind": "decode", "context": 1024, "batch": 1}
+    eight, prompt = alone | {"batch": 8}, {"model": "gpt-oss-20b", "dense": "bf16", "kind": "prefill", "tokens": 8192}
+    lines(tmp_path / "client.jsonl", alone | {"ms": 2.0}, eight | {"ms": 4.0}, prompt | {"ms": 70.0})
+    core = {"graph_ms": 2.5, "distinct_experts": 4.0}
+    lines(tmp_path / "core.jsonl", alone | {"ms": 3.0} | core, eight | {"ms": 5.0} | core)
+    lines(tmp_path / "results" / "h200.jsonl", alone | {"ms": 9.0}, alone | {"batch": 32, "ms": 9.0})
     lines(tmp_path / "results" / "trace_h200.jsonl", {"load": "l", "configuration": "c"})
     merged(tmp_path)
     found = [json.loads(line) for line in (tmp_path / "results" / "h200.jsonl").read_text().splitlines()]
-    assert [record["ms"] for record in found] == [3.0, 9.0]
-    assert found[0]["client_ms"] == 2.0 and found[0]["core_ms"] == 3.0
+    cells = [(record.get("batch"), record["ms"]) for record in found]
+    assert cells == [(1, 2.0), (32, 9.0), (8, 5.0), (None, 70.0)]
+    assert found[0]["client_ms"] == 2.0 and found[0]["core_ms"] == 3.0 and found[0]["graph_ms"] == 2.5
     assert (tmp_path / "results" / "trace_h200.jsonl").read_text() == '{"load": "l", "configuration": "c"}\n'
     assert not (tmp_path / "results" / "triton_h200.jsonl").exists()
