@@ -120,7 +120,8 @@ class Bench:
         for number in range(batch):
             self._submit(core, number, context, answer)
         while core.stats()["inflight"]["generation_requests"] < batch:
-            core.step()
+            for _, event in core.step():
+                _check_prompt(event, context)
         for _ in range(WARM_STEPS):
             core.step()
         began = time.perf_counter()
@@ -164,8 +165,7 @@ class Bench:
         while core.has_work():
             events = core.step()
             for _, event in events:
-                if isinstance(event, Error):
-                    raise RuntimeError(f"prompt of {tokens} tokens: {event.code}: {event.message}")
+                _check_prompt(event, tokens)
                 if isinstance(event, Tokens):
                     ms = (time.perf_counter() - began) * 1e3
         return ms
@@ -208,6 +208,12 @@ def _layer_by_layer(model: GptOssModel) -> Iterator[None]:
         yield
     finally:
         model.one_token = one_token
+
+
+def _check_prompt(event: object, tokens: int) -> None:
+    """Raises RuntimeError where it is the end of a prompt of so many tokens that was refused or failed."""
+    if isinstance(event, Error):
+        raise RuntimeError(f"prompt of {tokens} tokens: {event.code}: {event.message}")
 
 
 def _check(events: Sequence[tuple[object, object]], batch: int) -> None:

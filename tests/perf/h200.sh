@@ -27,7 +27,7 @@ cells() { # model, dense, prompt lengths, batches, more: every cell at the clien
   local common=(engine --model "gpt-oss-$1" --random --json --dense "$2")
   local decode=(--decode "1024:$4" --decode "8192:$4")
   bench "client-$1-$2" "${common[@]}" "${@:5}" --at client --out "$out/client.jsonl" "${decode[@]}" --prefill "$3"
-  # No step of these cells reads FP8 copies of experts, which take 4 (20b) to 21 s (120b, 54 GiB) to make.
+  # No step of these cells reads FP8 copies of experts, which take 4 (20b) to 15 s (120b, 59 GiB) to make.
   bench "core-$1-$2" "${common[@]}" --prefill-weights none --quick --out "$out/core.jsonl" "${decode[@]}"
 }
 

@@ -116,6 +116,14 @@ def test_a_cell_that_fails_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> No
     assert "no memory for 2 at 20" in result.stderr and "1 cells failed" in result.stderr
 
 
+def test_a_cell_behind_the_models_context_is_named() -> None:
+    result = run(*TINY, "--decode", "5000:2", "--prefill", "5000", "--json")
+    assert result.exit_code == 1 and "2 cells failed" in result.stderr
+    for what in ("decode of 2 at 5000", "prefill of 5000"):
+        assert f"{what}: RuntimeError: prompt of 5000 tokens: INVALID_ARGUMENT" in result.stderr
+    assert result.stderr.count("the context is 4096 tokens") == 2
+
+
 def test_every_op_has_a_case(tmp_path: Path) -> None:
     out = tmp_path / "ops.jsonl"
     result = run("ops", "--model", "tiny", "--device", "cpu", "--batch", "2", "--prefill", "5", "--context", "70",
