@@ -137,15 +137,15 @@ def _from_best(logits: torch.Tensor, sequences: list[Sequence]) -> list[int]:
     settings = [sequence.request.submit.sampling for sequence in sequences]
     limits = [min(s.top_k, vocabulary) or vocabulary for s in settings]
     width = min(vocabulary, max(s.top_k or TOP_P_CANDIDATES for s in settings))
-    scaled = _scaled(logits, sequences)
+    scaled = logits.div_(_column([s.temperature for s in settings], logits))  # in place, as in _from_all
     values, ids = scaled.topk(width, dim=-1)
     ranks = torch.arange(width, device=logits.device)
     values = values.masked_fill(ranks >= _column(limits, logits), -torch.inf)
     # Without top_k the nucleus is a share of the whole vocabulary's mass, else of the best k's.
     total = values.logsumexp(-1, keepdim=True)
-    unlimited = [row for row, s in enumerate(settings) if not s.top_k]
-    if unlimited:
-        total[unlimited] = scaled[unlimited].logsumexp(-1, keepdim=True)
+    unlimited = torch.tensor([not s.top_k for s in settings], device=logits.device)[:, None]
+    if not all(s.top_k for s in settings):
+        total = torch.where(unlimited, scaled.logsumexp(-1, keepdim=True), total)
     probabilities = (values - total).exp()
     wide = [
         row
@@ -193,10 +193,6 @@ def _passes(running: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     choice = torch.searchsorted(running, target, right=True)
     last = torch.searchsorted(running, running[:, -1:].contiguous())  # rounding may put the target on the total
     return torch.minimum(choice, last)
-
-
-def _scaled(logits: torch.Tensor, sequences: list[Sequence]) -> torch.Tensor:
-    return logits / _column([sequence.request.submit.sampling.temperature for sequence in sequences], logits)
 
 
 def _column(values: list[float] | list[int], like: torch.Tensor) -> torch.Tensor:

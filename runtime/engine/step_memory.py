@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FIXED_BYTES = 320 << 20
 MARGIN = 0.1  # of all terms, for what the allocator cannot put together
 MOST_SHARE = 0.5  # of what is free: on a small GPU a cache that small steps leave is worth more than a large step
-SAMPLER_COPIES = 3  # of the rows of logits that are not drawn in the step itself
+SAMPLER_COPIES = 4  # of the rows of logits that are not drawn in the step itself
 FIXED_PART_KEYS = 4096  # of a part of attention that does not depend on the batch
 PACKED_ROWS = 31  # with which an expert's rows are padded
 PACKED_COLUMNS, PACKED_BYTES = 128, 136  # of a record of codes with its scales

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import replace
 
 import pytest
+import torch
+from torch.profiler import ProfilerActivity
 
 from gptoss_trt.build_engine.shapes import model_config
 from gptoss_trt.runtime.engine.cache_size import CacheShape
+from gptoss_trt.runtime.engine.messages import IDS, Sampling, Submit
 from gptoss_trt.runtime.engine.options import EngineOptions
 from gptoss_trt.runtime.engine.prefill_weights import copies_bytes
+from gptoss_trt.runtime.engine.sampler import Sampler
 from gptoss_trt.runtime.engine.scheduler import PROMPT_LOGPROB_STEP_ROWS
+from gptoss_trt.runtime.engine.sequence import Request, Sequence
+from gptoss_trt.runtime.engine.speculation.verify import choose_by_round
 from gptoss_trt.runtime.engine.step_memory import (
     FIXED_BYTES,
+    SAMPLER_COPIES,
     activation_bytes,
     least_cache_bytes,
     left_to_steps,
@@ -20,6 +28,7 @@ from gptoss_trt.runtime.engine.step_memory import (
     step_bytes,
     workspace_bytes,
 )
+from gptoss_trt.runtime.engine.step_plan import Work
 
 GIB = 1 << 30
 BIG = model_config("gpt-oss-120b")
@@ -64,7 +73,7 @@ def test_parts_of_deterministic_attention_are_as_the_library_says(tokens: int, c
     assert parts_bytes(BIG, tokens, context) == mib * (1 << 20)
     options = EngineOptions(deterministic=True, step_tokens=tokens, max_context=context).resolved("cuda")
     more = step_bytes(BIG, options) - step_bytes(BIG, replace(options, deterministic=False))
-    logits = 4 * BIG.vocab_size * (256 + 256 + 3 * 256)
+    logits = 4 * BIG.vocab_size * (256 + 256 + SAMPLER_COPIES * 256)
     assert more >= min(mib * (1 << 20), mib * (1 << 20) + activation_bytes(BIG, tokens) - logits)
 
 
@@ -73,6 +82,27 @@ def test_logits_of_every_row_fit() -> None:
     options = EngineOptions(speculation="ngram").resolved("cuda")
     rows = min(options.step_tokens, options.max_batch * 9) + PROMPT_LOGPROB_STEP_ROWS
     assert step_bytes(BIG, options) > 4 * rows * BIG.vocab_size + FIXED_BYTES
+
+
+def test_the_sampler_takes_no_more_copies_than_are_counted() -> None:
+    """With most of them: log-probabilities of all rows, one that is greedy, and rows of prompts among theirs."""
+    vocabulary, batch = 50_000, 16
+    settings = [Sampling(temperature=0.0), *[Sampling(temperature=0.7, top_p=0.9)] * (batch - 1)]
+    sequences = []
+    for number, sampling in enumerate(settings):
+        submit = Submit(f"r{number}", (1, 2), 9, sampling=sampling, logprobs=5)
+        request = Request((1, submit.request_id), submit, 0, number, number, b"")
+        sequences.append(Sequence(request, 0, array(IDS, (1, 2))))
+    logits = torch.randn(2 * batch, vocabulary, generator=torch.Generator().manual_seed(0))
+    works = [Work(sequence, 1, 1, 1) for sequence in sequences]
+    with torch.profiler.profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        choose_by_round(works, list(range(batch, 2 * batch)), logits, Sampler().sample)
+    held, most = 0, 0
+    for event in seen.profiler.kineto_results.events():
+        held += event.nbytes() if event.name() == "[memory]" else 0
+        most = max(most, held)
+    copies = most / (4 * vocabulary * batch)
+    assert SAMPLER_COPIES - 1 < copies <= SAMPLER_COPIES
 
 
 def test_a_small_gpu_keeps_half_for_a_cache() -> None:
