@@ -320,9 +320,12 @@ def test_a_stub_that_dies_fails_the_streams_of_the_gateway(folder: Path, workers
         assert done == "data: [DONE]"
         short = {**body, "max_tokens": 4, "stream": False}
         deadline = time.monotonic() + 20
-        while (status := client.post("/v1/chat/completions", json=short).status_code) != 200:
-            assert time.monotonic() < deadline, status
-            time.sleep(0.2)
+        try:
+            while (status := client.post("/v1/chat/completions", json=short).status_code) != 200:
+                assert time.monotonic() < deadline, status
+                time.sleep(0.2)
+        except httpx.TransportError as error:
+            pytest.fail(f"{error}; the launcher ended with {serve.end()}")
     assert serve.end()[0] == 0
 
 
