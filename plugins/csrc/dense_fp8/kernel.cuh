@@ -128,11 +128,11 @@ __device__ __forceinline__ void release(const Memory<S>& memory, int stage, uint
   if (leader != 0) barrier_arrive(memory.empty(stage));
 }
 
-// sum += the bias, which lies beside a stage. Two columns a word.
-template <typename S>
+// sum += the bias, which lies beside a stage, of the first kColumns. Two columns a word.
+template <typename S, int kColumns = S::kColumns>
 __device__ __forceinline__ void add_bias(const Lane<S>& lane, uint32_t bias, Sums<S>& sum) {
 #pragma unroll
-  for (int j = 0; j < S::kColumns / 8; ++j) {
+  for (int j = 0; j < kColumns / 8; ++j) {
     const uint32_t pair = __float_as_uint(load_shared_f32(bias + (lane.column + 8 * j) * 2));
     const float even = __uint_as_float(pair << 16);
     const float odd = __uint_as_float(pair & 0xFFFF0000u);

@@ -18,6 +18,7 @@
 #include "core/ptx.cuh"
 #include "core/wgmma_wide.cuh"
 #include "dense_fp8/instructions.cuh"
+#include "dense_fp8/kernel.cuh"
 #include "dense_fp8/params.h"
 #include "dense_fp8/store.cuh"
 #include "dense_fp8/tile.cuh"
@@ -98,21 +99,6 @@ __device__ __forceinline__ void multiply_wide(const Params& p, const Memory<S>& 
   }
 }
 
-// sums += the bias, which lies beside a stage. Two columns a word.
-template <typename S, int kGroups>
-__device__ __forceinline__ void add_wide_bias(const Lane<S>& lane, uint32_t bias, Sums<S>& sums) {
-#pragma unroll
-  for (int j = 0; j < kGroups * kGroupRows / 8; ++j) {
-    const uint32_t pair = __float_as_uint(load_shared_f32(bias + (lane.column + 8 * j) * 2));
-    const float even = __uint_as_float(pair << 16);
-    const float odd = __uint_as_float(pair & 0xFFFF0000u);
-    sums[4 * j] += even;
-    sums[4 * j + 1] += odd;
-    sums[4 * j + 2] += even;
-    sums[4 * j + 3] += odd;
-  }
-}
-
 template <typename S, int kGroups>
 __device__ __forceinline__ void consume_item(const Params& p, const Memory<S>& memory,
                                              const Lane<S>& lane, const WideItem& item,
@@ -123,7 +109,7 @@ __device__ __forceinline__ void consume_item(const Params& p, const Memory<S>& m
   const uint32_t side = memory.side(held);
   Places places;
   if constexpr (S::kRotates) places.take(p, lane, side);
-  if (p.bias != nullptr) add_wide_bias<S, kGroups>(lane, side + S::kBiasAt, sums);
+  if (p.bias != nullptr) add_bias<S, kGroups * kGroupRows>(lane, side + S::kBiasAt, sums);
   release_wide(memory, held, lane.leader);
 #pragma unroll
   for (int group = 0; group < kGroups; ++group) {
